@@ -19,12 +19,6 @@ TWO_TURNS = rollout(([1, 2], [3, 9], 0.25), ([1, 2, 3, 9, 4], [5, 9], 1.0))
 DROPPED = rollout(([1, 2], [3, 9], 0.0), ([1, 2, 9, 4], [5, 6, 9], 1.0))  # 3 left the context
 
 
-def test_a_turn_that_continues_its_context_extends_the_sequence():
-    batch = to_rollout_batch([TWO_TURNS])
-    assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 9, 4, 5, 9]]
-    assert batch.sequences[0].places == [-1, -1, 0, 1, -1, 2, 3]
-
-
 def test_a_changed_context_starts_a_new_sequence():
     batch = to_rollout_batch([DROPPED])
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 9], [1, 2, 9, 4, 5, 6, 9]]

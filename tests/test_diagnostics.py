@@ -195,16 +195,6 @@ def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, m
     assert warnings == {3: ["never_stops", "no_reward"]}
 
 
-def test_groups_that_never_differed_raise_a_warning_after_three_updates():
-    none = {"groups__zero_std_fraction": 1.0, "groups__all_right": 0.0}
-    assert raised(run_of(2, **none)) == []
-    assert raised(run_of(3, **none)) == [("dead_groups", 3)]
-    assert raised(run_of(3, **none), by_group=False) == []
-    one = none | {"groups__zero_std_fraction": lambda update: 0.9 if update == 2 else 1.0}
-    assert raised(run_of(3, **one)) == []
-    assert raised(run_of(9, **none | {"groups__all_right": 1.0})) == []
-
-
 NOTHING = {"reward__min": 0.0, "reward__max": 0.0, NO_SPREAD: 1.0, RIGHT: 0.0}
 
 
@@ -273,11 +263,6 @@ def test_a_reward_that_is_always_the_same_is_not_blamed_on_the_policy(reward):
     equal = {NO_SPREAD: 1.0, "reward__min": reward, "reward__max": reward}
     for right in (0.0, 1.0):
         assert raised(run_of(9, **equal, **{RIGHT: right})) == [("dead_groups", 3)]
-    found = diagnostics.new_warnings(run_of(3, **equal, **{RIGHT: 0.0}))["dead_groups"]
-    assert f"has earned {reward:g};" in found and "check" in found and "warm start" not in found
-    varied = equal | {"reward__max": lambda update: reward + 0.1 * (update == 2)}
-    found = diagnostics.new_warnings(run_of(3, **varied, **{RIGHT: 0.0}))["dead_groups"]
-    assert "warm start" in found
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,20 @@ import json
 import re
 import shlex
 
+import matplotlib.image
 import pytest
 import yaml
 
 from core import report
 from core.config import resolve
-from core.report import compare, page
+from core.report import compare, curves, page
 from core.report.page import write_report
 from core.report.summary import final_lines
 from core.run import cli
 from core.run.diagnostics import WARNINGS
 from core.run.folder import config_to_dict
+from environments.base import Env, Step
+from environments.plumbing.registry import ENVIRONMENTS
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
           "sampler": "auto"}  # fmt: skip
@@ -229,6 +232,15 @@ def test_compare_prints_a_table_and_writes_one_page(tmp_path, monkeypatch, capsy
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_equal_runs_are_all_seen(tmp_path):
+    records = [evaluated(update, update / 4) | {"tokens/sampled": 100} for update in range(4)]
+    curves.draw_comparison(tmp_path / "c.png", [(str(i), records) for i in range(3)])
+    left = matplotlib.image.imread(tmp_path / "c.png")[:, :400, :3]  # without the legend
+    for i in range(3):
+        colour = matplotlib.colors.to_rgb(f"C{i}")
+        assert (abs(left - colour).max(axis=2) < 0.02).sum() > 300
+
+
 def test_compare_orders_runs_by_the_tokens_that_they_sampled_until_the_target(tmp_path):
     accuracies = {"slow": (0.4, 0.5, 0.6, 0.92), "never": (0.4, 0.7, 0.7, 0.7),
                   "fast": (0.4, 0.91, 0.6, 0.6), "worst": (0.4, 0.4, 0.4, 0.4)}  # fmt: skip
@@ -268,20 +280,33 @@ FAILED = [evaluated(0, 0.2), *trained(1), evaluated(2, 0.2)]
 NOTHING = [{"update": u, "reward/min": 0.0, "reward/max": 0.0, "reward/std": 0.0} for u in (1, 2)]
 
 
+class Silent(Env):
+    """No answer earns a reward, and none is demonstrated."""
+
+    def reset(self, seed):
+        return [{"role": "user", "content": "?"}]
+
+    def step(self, response):
+        return Step(None, 0.0, True)
+
+
 @pytest.mark.parametrize(
     ("flags", "records", "change"),
     [
         ("", LEARNED, "--algo ppo --credit turn"), ("--algo cispo", LEARNED, "--algo grpo"),
+        ("--algo reinforce --group-size 1", LEARNED, "--algo ppo --credit turn"),
         ("--algo ppo --seed 4", LEARNED, "--seed 5"), ("--num-updates 0", [], "--num-updates 25"),
-        ("--algo scratch", FAILED, "python scratch.py"),
+        ("--algo scratch", LEARNED, "--algo grpo"), ("--algo scratch", FAILED, "python scratch.py"),
         ("--env snake", NOTHING, "--sft-steps 200"),
         ("--env snake --sft-steps 9", NOTHING, "python -m environments check snake"),
+        ("--env silent", NOTHING, "python -m environments check silent"),
     ],
 )  # fmt: skip
 def test_the_next_command_has_the_settings_of_the_run_but_for_one(
     tmp_path, monkeypatch, flags, records, change
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(ENVIRONMENTS, "silent", Silent)
     config = config_to_dict(resolve(cli.parse(flags.split())))
     run = write_run(tmp_path / "a", records, config=config)
     line = final_lines(run, config)[-1].removeprefix("next: ")

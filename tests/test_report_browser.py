@@ -215,22 +215,3 @@ def test_text_never_becomes_markup(tmp_path, visit):
         assert all(text in about and text in warnings for text in texts)
         elements.append(tags)
     assert elements[0] == elements[1] and len(elements[0][0]) > 500
-
-
-def test_held_out_tasks_are_shown_before_and_after(run, visit):
-    path, rows = run
-    page = visit(path)
-    assert page.input_value("#change") == "changed"
-    correct = {(r["update"], r["seed"]): r["info"]["correct"] for r in rows if r["kind"] == "eval"}
-    gained = [seed for seed in range(8) if not correct[0, seed] and correct[UPDATES, seed]]
-    lost = [seed for seed in range(8) if correct[0, seed] and not correct[UPDATES, seed]]
-    text = page.locator("#paired").inner_text()
-    assert f"{len(gained)} went from wrong to correct, {len(lost)} from correct to wrong" in text
-    assert "8 of 256 held-out tasks kept" in text
-    page.select_option("#change", "wrong to correct")
-    articles = page.locator("#pairs article")
-    prompts = [a.locator(".text").first.inner_text() for a in articles.all()]
-    assert prompts == [f"task {seed}" for seed in gained] and gained
-    before, after = articles.first.locator(".two > div").all_inner_texts()
-    assert "✗ wrong" in before and "at 0 " in before
-    assert "✓ correct" in after and f"at {UPDATES} " in after

@@ -192,20 +192,21 @@ def test_no_teacher_where_its_prompt_exceeds_the_context(policy, play, monkeypat
     assert play(seed=3)[0].feedback_ids == []
 
 
-SILENT = """
-from environments import Env, Step
+class Silent(Capital):
+    def demonstrate(self, hasty=False):
+        return None
 
-class Silent(Env):
-    def reset(self, seed): return [{"role": "user", "content": f"{seed}?"}]
-    def step(self, response): return Step(None, 0.0, True)
-"""
+    def step(self, response):
+        return Step(None, 0.0, True)
+
+
 SMALL = "--algo sdpo --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 0".split()
 
 
-def test_an_environment_without_feedback_ends_the_run(command, tmp_path):
-    (tmp_path / "silent.py").write_text(SILENT)
-    code, _, err = command(*SMALL, "--env", "silent.py:Silent")
-    assert code == 2 and "silent.py:Silent never says what would have been right" in err
+def test_an_environment_without_feedback_ends_the_run(command, monkeypatch):
+    monkeypatch.setitem(registry.ENVIRONMENTS, "silent", Silent)
+    code, _, err = command(*SMALL, "--env", "silent")
+    assert code == 2 and "silent never says what would have been right" in err
 
 
 def test_a_run_whose_tokens_top_p_drew(command, tmp_path):

@@ -24,7 +24,6 @@ from core.run import checkpoint
 from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry
-from environments.plumbing.registry import register
 
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
     --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu
@@ -48,29 +47,29 @@ def whole_run(tmp_path_factory):
 
 
 @pytest.fixture
-def easy(monkeypatch):
-    """An environment of four levels that any answer solves."""
-    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(registry.ENVIRONMENTS))
+def pays(monkeypatch):
+    """Registers the environment `task`: any answer is right, and earns what a function of it and of
+    the number of the episode returns."""
+    monkeypatch.setattr(base, "MAX_REWARD", math.inf)  # more would be refused
 
-    @register("equal")
-    class Equal(Env):
-        def reset(self, seed):
-            return [{"role": "user", "content": f"{seed}"}]
+    def register(reward):
+        episodes = itertools.count()
 
-        def step(self, response):
-            return Step(None, 1.0, True, {"correct": True})
+        class Task(Env):
+            def __init__(self, level: int = 1):
+                if level > 4:
+                    raise UsageError("level is 1 to 4")
 
-    @register("easy")
-    class Easy(Env):
-        def __init__(self, level: int = 1):
-            if level > 4:
-                raise UsageError("level is 1 to 4")
+            def reset(self, seed):
+                self.number = next(episodes)
+                return [{"role": "user", "content": f"{seed}"}]
 
-        def reset(self, seed):
-            return [{"role": "user", "content": f"{seed}"}]
+            def step(self, response):
+                return Step(None, reward(response, self.number), True, {"correct": True})
 
-        def step(self, response):
-            return Step(None, float(len(response)), True, {"correct": True})
+        monkeypatch.setitem(registry.ENVIRONMENTS, "task", Task)
+
+    return register
 
 
 def test_a_run_writes_all_its_files(whole_run):
@@ -137,9 +136,10 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
     assert metrics_of("runs/cut") == metrics_of(whole_run)
 
 
-def test_a_resumed_run_has_all_its_state(command, monkeypatch, easy):
+def test_a_resumed_run_has_all_its_state(command, monkeypatch, pays):
     """The value head, the reference and the level of the tasks."""
-    flags = """--env easy --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1
+    pays(lambda answer, number: float(len(answer)))
+    flags = """--env task --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1
         --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8""".split()
     assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
     with monkeypatch.context() as patch:
@@ -163,37 +163,10 @@ def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, whole_run):
     assert metrics_of("runs/a")[-1]["warnings"].keys() == {"damaged_log"}
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """An environment with rewards so large that gradients overflow."""
-    monkeypatch.setattr(base, "MAX_REWARD", math.inf)  # it would refuse them
-    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(registry.ENVIRONMENTS))
-
-    @register("poisoned")
-    class Poisoned(Env):
-        def reset(self, seed):
-            return [{"role": "user", "content": f"{seed}"}]
-
-        def step(self, response):
-            return Step(None, 3e38, True, {})
-
-
-def test_the_model_has_the_last_weights_though_their_update_was_not_saved(command, monkeypatch):
+def test_the_model_has_the_last_weights_though_their_update_was_not_saved(command, pays):
     """Update 1 is saved, update 2 is not, and update 3 has no finite gradient."""
-    monkeypatch.setattr(base, "MAX_REWARD", math.inf)
-    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(registry.ENVIRONMENTS))
-    resets = itertools.count()
-
-    @register("late")
-    class Late(Env):
-        def reset(self, seed):
-            self.bad = next(resets) >= 2 * 12
-            return [{"role": "user", "content": f"{seed}"}]
-
-        def step(self, response):
-            return Step(None, 3e38 if self.bad else float(len(response) % 2), True, {})
-
-    flags = """--sft-steps 0 --env late --num-updates 3 --eval-num-tasks 0 --save-every 0 --lr 1e-3
+    pays(lambda answer, number: float(len(answer) % 2) if number < 2 * 12 else 3e38)
+    flags = """--sft-steps 0 --env task --num-updates 3 --eval-num-tasks 0 --save-every 0 --lr 1e-3
         --algo reinforce --reinforce.baseline none --max-tokens 4 --run-name a""".split()
     code, _, err = command(*SMALL, *flags)
     assert code == 0, err
@@ -223,10 +196,11 @@ def test_a_full_disk_ends_a_run_though_training_does_not_wait_for_the_checkpoint
 
 
 def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(
-    command, poisoned, monkeypatch
+    command, pays, monkeypatch
 ):
+    pays(lambda *_: 3e38)
     monkeypatch.setattr("core.loop.run.MAX_SKIPPED", 3)
-    flags = """--sft-steps 0 --env poisoned --num-updates 30 --num-prompts 1 --group-size 2
+    flags = """--sft-steps 0 --env task --num-updates 30 --num-prompts 1 --group-size 2
         --eval-num-tasks 0 --save-every 0 --algo reinforce --reinforce.baseline none
         --max-tokens 2""".split()
     code, out, _ = command("--run-name", "a", *SMALL, *flags)
@@ -239,8 +213,9 @@ def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(
     assert all(torch.isfinite(weight).all() for weight in weights)
 
 
-def test_an_update_whose_groups_all_have_equal_returns_takes_no_step(command, easy):
-    flags = [*SMALL, "--sft-steps", "0", "--env", "equal", "--num-updates", "1"]
+def test_an_update_whose_groups_all_have_equal_returns_takes_no_step(command, pays):
+    pays(lambda *_: 1.0)
+    flags = [*SMALL, "--sft-steps", "0", "--env", "task", "--num-updates", "1"]
     code, out, _ = command("--run-name", "a", *flags, "--filter-groups", "2")
     assert code == 0 and "update 1: no gradient step: " in out
     record = metrics_of("runs/a")[-1]
@@ -250,14 +225,15 @@ def test_an_update_whose_groups_all_have_equal_returns_takes_no_step(command, ea
     assert sum(json.loads(x)["kind"] == "train" for x in rollouts) == 3 * 12  # three rounds
 
 
-def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, easy):
-    flags = [*SMALL, "--sft-steps", "0", "--env", "easy:level=3", "--num-updates", "3"]
+def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, pays):
+    pays(lambda *_: 1.0)
+    flags = [*SMALL, "--sft-steps", "0", "--env", "task:level=3", "--num-updates", "3"]
     flags += ["--num-prompts", "2", "--group-size", "2", "--max-tokens", "6"]
     assert command("--run-name", "a", *flags, "--curriculum", "0.9")[0] == 0
     assert [r["groups/level"] for r in metrics_of("runs/a")[1:]] == [0, 1, 1]  # 4: the top
     rollouts = [json.loads(x) for x in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
     envs = {(r["kind"], r["update"]): r["env"] for r in rollouts}
-    assert {e for (kind, _), e in envs.items() if kind == "eval"} == {"easy:level=3"}
+    assert {e for (kind, _), e in envs.items() if kind == "eval"} == {"task:level=3"}
     assert [envs["train", u][-1] for u in (1, 2, 3)] == ["3", "4", "4"]
 
 
