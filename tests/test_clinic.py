@@ -11,7 +11,7 @@ CLINIC = Path(__file__).parents[1] / "runs/clinic"
 sys.path[:0] = [str(CLINIC), str(CLINIC.parent)]
 import faults  # noqa: E402
 
-SMALL = """--num-updates 3 --num-prompts 8 --eval-num-tasks 16 --eval-every 15 --save-every 0
+SMALL = """--num-updates 3 --num-prompts 4 --eval-num-tasks 4 --eval-every 15 --save-every 0
     --device cpu --run-name a""".split()
 NAMED = [name for name, fault in faults.FAULTS.items() if fault.warning]
 

@@ -280,24 +280,3 @@ def test_too_little_memory_is_one_line_with_the_numbers(qwen3, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     with pytest.raises(UsageError, match=r"^a sequence of 512 tokens needs .* --max-model-len"):
         NanoLLM(policy)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "leave --quantize out"),
-        ({"adapters": {"use_dora": True}}, "not .*lora_magnitude_vector"),
-        ({"device": "mps"}, r"the installed vLLM is for (cpu|cuda), not mps"),
-    ],
-)
-def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message):
-    from peft import LoraConfig, get_peft_model
-
-    policy = load(qwen3)
-    if "quantization_config" in change:
-        policy.causal_lm.config.quantization_config = change["quantization_config"]
-    if "adapters" in change:
-        policy.model = get_peft_model(policy.model, LoraConfig(r=2, **change["adapters"]))
-    policy.device = torch.device(change.get("device", policy.device))
-    with pytest.raises(UsageError, match=message):
-        NanoLLM(policy)

@@ -123,15 +123,11 @@ def test_the_loss_is_that_of_grpo_and_the_divergence(folder, later):
 
 
 class Capital(Env):
-    """Two turns; the second one has feedback of its own. `begun`: the first answer has begun."""
-
-    def __init__(self, begun: bool = False):
-        self.begun = begun
+    """Two turns; the second one has feedback of its own."""
 
     def reset(self, seed):
         self.turn = 0
-        begun = [{"role": "assistant", "content": "It is"}] * self.begun
-        return [message("Capital of France?"), *begun]
+        return [message("Capital of France?")]
 
     def step(self, response):
         self.turn += 1
@@ -147,10 +143,10 @@ class Capital(Env):
 def play(policy, monkeypatch):
     monkeypatch.setitem(registry.ENVIRONMENTS, "capital", Capital)
 
-    def play(seed, shows_right=True, spec="capital"):
+    def play(seed, shows_right=True):
         collector = RolloutCollector(policy, max_turns=2)
         collector.shows_right = shows_right
-        task = Task(registry.EnvSpec(spec), seed, group_id=0)
+        task = Task(registry.EnvSpec("capital"), seed, group_id=0)
         [rollout] = collector.collect([task], Scripted(policy, "hm"), PARAMS)
         assert not rollout.error
         return rollout.turns
@@ -170,15 +166,6 @@ def test_the_teacher_reads_the_right_answer_and_the_question_once_more(policy, p
     chat = [france, answer("hm"), spain, answer("Madrid"), spain]
     assert second.feedback_ids == prompt_ids(policy.tokenizer, chat)
     assert first.feedback_ids[: len(first.prompt_ids)] == first.prompt_ids
-
-
-def test_both_answers_begin_as_the_prompt_says(policy, play):
-    first, _ = play(seed=3, spec="capital:begun=True")
-    begun = policy.tokenizer.encode("It is", add_special_tokens=False)
-    paris = [*policy.tokenizer.encode("Paris", add_special_tokens=False), policy.end_of_turn_id]
-    prompt = first.prompt_ids
-    assert prompt[-len(begun) :] == begun == first.feedback_ids[-len(begun) :]
-    assert first.feedback_ids[: len(prompt) + len(paris)] == prompt + paris
 
 
 def test_evaluation_and_other_algorithms_have_no_teacher(play):

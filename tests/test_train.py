@@ -191,6 +191,7 @@ def test_a_full_disk_ends_a_run_though_training_does_not_wait_for_the_checkpoint
     flags = "--sft-steps 0 --num-updates 40 --eval-num-tasks 0 --save-every 0 --run-name a"
     code, _, err = command(*SMALL, *flags.split())
     assert code == 1 and "No space left on device" in err and err.count("\n") == 1
+    assert "python train.py --resume runs/a" in err
     assert names == ["writer"]
     assert len(metrics_of("runs/a")) < 1 + 40
 
