@@ -75,14 +75,6 @@ def test_a_metric_that_comes_and_goes_has_a_column_with_a_dash():
     assert lines[4].split() == ["3", "-100.250", "12.0", "0.25", "-", "1.0", "s"]
 
 
-def test_terminal_shows_progress_metrics_and_a_completion(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    text = screen(force_terminal=True)
-    for part in ("warm start", "20/20", "3/3", "[b]quiet[/b]", "reward", "worked", "how many?",
-                 "[b]3[/b]", "[held-out] accuracy"):  # fmt: skip
-        assert part in text
-
-
 def test_the_screen_says_how_far_the_run_is_and_for_how_long(monkeypatch):
     """The third of five updates, 10 s after the first: two more take 10 s."""
     monkeypatch.setenv("TERM", "xterm-256color")

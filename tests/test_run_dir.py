@@ -1,4 +1,4 @@
-"""A run folder has a name, a config.yaml and a date; one process writes it; a disk may fail."""
+"""A run folder has a name, a config.yaml and a date, and one process writes it."""
 
 import errno
 import fcntl

@@ -55,35 +55,28 @@ def weights(folder):
             for name, distance in (("present", 0.04), ("reference", 0.02))}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
 def draw(folder):
-    """Make rollouts of tokens drawn evenly, of unequal lengths; every other one has two turns."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    """Rollouts of tokens drawn evenly, of unequal lengths; every other one has two turns."""
+    tokenizer, rng, found = AutoTokenizer.from_pretrained(folder), random.Random(0), []
 
-    def rollouts():
-        rng = random.Random(0)
+    def turn(prompt_ids):
+        # TRL calls a completion cut off that doesn't end with the token that ends a turn
+        ids = [rng.randrange(256) for _ in range(rng.randint(2, 11))]
+        finish_reason = rng.choice(["stop", "stop", "length"])
+        ids += [tokenizer.eos_token_id] * (finish_reason == "stop")
+        logprobs = [-rng.uniform(5.0, 6.5) for _ in ids]
+        return Turn(prompt_ids, ids, logprobs, finish_reason, rng.choice([0.0, 0.25, 1.0]))
 
-        def turn(prompt_ids):
-            # TRL calls a completion cut off that doesn't end with the token that ends a turn
-            ids = [rng.randrange(256) for _ in range(rng.randint(2, 11))]
-            finish_reason = rng.choice(["stop", "stop", "length"])
-            ids += [tokenizer.eos_token_id] * (finish_reason == "stop")
-            logprobs = [-rng.uniform(5.0, 6.5) for _ in ids]
-            return Turn(prompt_ids, ids, logprobs, finish_reason, rng.choice([0.0, 0.25, 1.0]))
-
-        found = []
-        for i in range(ROLLOUTS):
-            group = i // GROUP
-            rollout = Rollout("test", "player", seed=group, group_id=group)
-            rollout.turns.append(turn(tokenizer(PROMPTS[group])["input_ids"]))
-            if i % 2:
-                first = rollout.turns[0]
-                answer = [rng.randrange(256) for _ in range(3)]  # of the environment, not trained
-                rollout.turns.append(turn(first.prompt_ids + first.completion_ids + answer))
-            found.append(rollout)
-        return found
-
-    return rollouts
+    for i in range(ROLLOUTS):
+        group = i // GROUP
+        rollout = Rollout("test", "player", seed=group, group_id=group)
+        rollout.turns.append(turn(tokenizer(PROMPTS[group])["input_ids"]))
+        if i % 2:
+            first = rollout.turns[0]
+            answer = [rng.randrange(256) for _ in range(3)]  # of the environment, not trained
+            rollout.turns.append(turn(first.prompt_ids + first.completion_ids + answer))
+        found.append(rollout)
+    return found
 
 
 def as_trl_has_it(rollouts):
@@ -184,8 +177,8 @@ def assert_same_steps(ours, theirs):
 
 # With GSPO, TRL multiplies the KL of a token by the ratio of its sequence, we by that of the token.
 @pytest.mark.parametrize(("variant", "beta"), [(v, BETA * (v != "gspo")) for v in LOSS_TYPES])
-def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
-    rollouts, kl = draw(), K3 if beta else {}
+def test_loss_and_gradient_equal_trl_s(folder, weights, variant, beta):
+    rollouts, kl = draw(folder), K3 if beta else {}
     algo = {"algo": variant}
     if variant not in ("gspo", "cispo"):
         algo = {"options": grpo.Options(variant)}
@@ -208,8 +201,8 @@ def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
         assert log["kl"] > 0.01
 
 
-def test_gdpo_equals_trl_s_normalize_then_sum(folder, weights, draw):
-    rollouts, rng = draw(), random.Random(1)
+def test_gdpo_equals_trl_s_normalize_then_sum(folder, weights):
+    rollouts, rng = draw(folder), random.Random(1)
     for i, rollout in enumerate(rollouts):
         rollout.info = {"reward_right": float(rng.random() < 0.3), "weight_brief": 0.5,
                         "reward_brief": None if i % 5 == 0 else rng.random()}  # fmt: skip
