@@ -24,8 +24,6 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -115,8 +113,7 @@ def browser():
 def save_small(family, folder, **changes):
     """Saves a model of 2 layers with random weights and biases, and the tokenizer of tiny."""
     tokenizer = tiny_tokenizer()
-    others = {"phi3": (Phi3Config, Phi3ForCausalLM)}
-    config_class, model_class = (FAMILIES | others)[family]
+    config_class, model_class = FAMILIES[family]
     shape = {
         "vocab_size": -(-len(tokenizer) // 64) * 64, "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2,

@@ -9,7 +9,7 @@ load this file first, through a sitecustomize.py in `folder`.
 For the files of this project only (PyTorch and others need their Linux):
 - modules, functions and constants that Windows does not have are missing: LACKING, OF_SIGNAL, OF_OS
 - `os.name`, `sys.platform`, `os.linesep` are those of Windows
-- pipes cannot be selected; folders cannot be opened; only a file opened to write can be fsynced
+- folders cannot be opened; only a file opened to write can be fsynced
 - `preexec_fn` raises
 - a text file that is opened without an encoding raises EncodingWarning
 For all code of the process:
@@ -26,9 +26,7 @@ import errno
 import io
 import locale
 import os
-import selectors
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -150,23 +148,11 @@ def run(command, **options):
     return subprocess.CompletedProcess(command, 0)
 
 
-class Selector(selectors.SelectSelector):
-    def register(self, fileobj, *args):
-        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        if not stat.S_ISSOCK(os.fstat(number).st_mode):
-            raise OSError(10038, "An operation was attempted on something that is not a socket")
-        return super().register(fileobj, *args)
-
-
 PRETENDED = {
     "os": Pretended(os, OF_OS, name="nt", linesep="\r\n", open=os_open, fsync=fsync),
     "sys": Pretended(sys, platform="win32"),
     "signal": Pretended(signal, {name for name in dir(signal) if name not in OF_SIGNAL}),
     "subprocess": Pretended(subprocess, Popen=Popen, run=run, CREATE_NEW_PROCESS_GROUP=0),
-    "selectors": Pretended(
-        selectors, {"PollSelector", "EpollSelector"}, DefaultSelector=Selector,
-        SelectSelector=Selector,
-    ),
 }  # fmt: skip
 
 

@@ -19,12 +19,6 @@ TWO_TURNS = rollout(([1, 2], [3, 9], 0.25), ([1, 2, 3, 9, 4], [5, 9], 1.0))
 DROPPED = rollout(([1, 2], [3, 9], 0.0), ([1, 2, 9, 4], [5, 6, 9], 1.0))  # 3 left the context
 
 
-def test_a_turn_that_continues_its_context_extends_the_sequence():
-    batch = to_rollout_batch([TWO_TURNS])
-    assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 9, 4, 5, 9]]
-    assert batch.sequences[0].places == [-1, -1, 0, 1, -1, 2, 3]
-
-
 def test_a_changed_context_starts_a_new_sequence():
     batch = to_rollout_batch([DROPPED])
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 9], [1, 2, 9, 4, 5, 6, 9]]
@@ -46,16 +40,22 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 10_000])
-def test_gather_and_scatter_are_inverse_for_any_micro_batch_size(max_tokens):
+@pytest.mark.parametrize("share", [False, True])
+def test_micro_batches_keep_their_budget_and_every_sampled_token(max_tokens, share):
     batch = to_rollout_batch([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1)])
     mask = batch.completion_mask
     known = torch.arange(mask.numel(), dtype=torch.float32).view_as(mask) + 1
     back, seen = torch.zeros_like(known), 0
-    for micro in cut(batch.sequences, max_tokens):
+    for micro in cut(batch.sequences, max_tokens, share=share):
+        size = len(micro.tree) if share else micro.input_ids.numel()
+        assert size <= max_tokens or len(micro.input_ids) == 1
         here = micro.gather(known)
         assert (here[~micro.completion_mask] == 0).all()
         micro.scatter(here, into=back)
         seen += micro.num_tokens
+        if share:
+            real = micro.input_ids != 0
+            assert torch.equal(micro.tree.input_ids[0, micro.nodes[real]], micro.input_ids[real])
     assert torch.equal(back, known * mask)
     assert seen == batch.num_tokens == 10
 

@@ -104,13 +104,12 @@ def test_the_budget_is_that_of_most_runs_or_given():
         board([(Path("never"), CONFIG, [])])
 
 
-@pytest.mark.parametrize("budget", [0, 100])
-def test_the_terms_are_those_of_the_runs_that_set_a_budget(budget):
+def test_the_terms_are_those_of_the_runs_that_set_a_budget():
     """A room has more other runs, such as those of the first steps of the workshop."""
     first = [run(f"grpo-{i}", 0.4, 0.9, model_id="tiny", max_sampled_tokens=0) for i in range(3)]
     base = run("base", 0.2, sft_steps=400, max_sampled_tokens=0)
     contest = [run("alice", 0, 0.5), run("bob", 0, 0.8)]
-    _, rows, left_out = board([*first, base, *contest], budget)
+    _, rows, left_out = board([*first, base, *contest])
     assert ranks(rows) == [("1", "bob"), ("2", "alice")]
     assert left_out[0] == "Not on this board: grpo-0, grpo-1, grpo-2: from tiny, not base"
 

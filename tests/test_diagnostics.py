@@ -70,7 +70,6 @@ LOW = {ENTROPY: 0.01, CORRECT: 0.5, RIGHT: 0.5}
     [
         ("weights_at_cap", {"weights__capped": 0.049}, {"weights__capped": 0.051}),
         ("kl_runaway", {"kl__approx": 0.049}, {"kl__approx": 0.051}),
-        ("kl_runaway", {"kl__reference": 0.49}, {"kl__reference": 0.51}),
         ("kl_runaway", {"update__moved": 0.29}, {"update__moved": 0.31}),
         ("wrong_direction", MOVED | {DIRECTION: 0.11}, MOVED | {DIRECTION: 0.09}),
         ("wrong_direction", MOVED | {DIRECTION: 0.0, GAP: 0.006}, MOVED | {DIRECTION: 0.0}),
@@ -196,16 +195,6 @@ def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, m
     assert warnings == {3: ["never_stops", "no_reward"]}
 
 
-def test_groups_that_never_differed_raise_a_warning_after_three_updates():
-    none = {"groups__zero_std_fraction": 1.0, "groups__all_right": 0.0}
-    assert raised(run_of(2, **none)) == []
-    assert raised(run_of(3, **none)) == [("dead_groups", 3)]
-    assert raised(run_of(3, **none), by_group=False) == []
-    one = none | {"groups__zero_std_fraction": lambda update: 0.9 if update == 2 else 1.0}
-    assert raised(run_of(3, **one)) == []
-    assert raised(run_of(9, **none | {"groups__all_right": 1.0})) == []
-
-
 NOTHING = {"reward__min": 0.0, "reward__max": 0.0, NO_SPREAD: 1.0, RIGHT: 0.0}
 
 
@@ -224,20 +213,14 @@ def test_a_run_that_never_earned_a_reward_says_so_instead_of_dead_groups(by_grou
     assert [*unrated] == [name for name, _ in dead]  # of a run that trains on a KL alone
 
 
-def test_what_to_try_without_a_reward_depends_on_the_model():
-    def advice(**settings):
-        records = run_of(3, **NOTHING)
-        text = diagnostics.advice_without_reward(Config(**settings))
-        return diagnostics.new_warnings(records, True, text).get("no_reward", "")
-
+def test_without_a_reward_the_environments_that_tiny_knows_are_named():
     made = (RUNS / "pretrain_tiny/README.md").read_text(encoding="utf-8")
     demonstrated = made.partition("--env")[2].partition("```")[0].split()
     known = {spec for spec in demonstrated if not spec.startswith("reward_hacking:")}
-    assert {*KNOWN} == known and all(spec in advice() for spec in known)
-    assert "--model-id smollm2" in advice() and "--sft-steps" in advice()
-    assert "--sft-steps 800" in advice(model_id="tiny-random")
-    assert "tiny" not in advice(model_id="me/mine") and "--sft-steps" in advice(model_id="me/mine")
-    assert advice(reward_coef=0.0) == ""
+    advice = diagnostics.advice_without_reward
+    assert {*KNOWN} == known and all(spec in advice(Config()) for spec in known)
+    assert "tiny" not in advice(Config(model_id="me/mine"))
+    assert advice(Config(reward_coef=0.0)) == ""
 
 
 def test_adapters_that_stay_0_raise_a_warning_unless_no_step_was_taken():
@@ -261,14 +244,11 @@ def reward_of(update, low=0.1):
         ({"reward__mean": math.nan}, None),
     ],
 )
-def test_a_reward_that_falls_below_its_start_names_the_learning_rate(changes, updates):
+def test_a_reward_that_falls_below_its_start_is_a_warning(changes, updates):
     records = run_of(8, **{"reward__mean": reward_of, "reward__std": 0.44} | changes)
     assert raised(records) == ([("below_start", updates)] if updates else [])
-    if updates:
-        cfg = Config(lr=5e-3)
-        found = diagnostics.new_warnings(records[: updates + 1], cfg=cfg)["below_start"]
-        assert "from 0.62 in update 1 to at most 0.10" in found and "--lr than 0.005" in found
-        few = Config(lr=5e-3, num_prompts=4)  # whose mean is too uncertain
+    if updates:  # the mean of few rollouts is too uncertain
+        few = Config(lr=5e-3, num_prompts=4)
         assert diagnostics.new_warnings(records[: updates + 1], cfg=few) == {}
 
 
@@ -283,11 +263,6 @@ def test_a_reward_that_is_always_the_same_is_not_blamed_on_the_policy(reward):
     equal = {NO_SPREAD: 1.0, "reward__min": reward, "reward__max": reward}
     for right in (0.0, 1.0):
         assert raised(run_of(9, **equal, **{RIGHT: right})) == [("dead_groups", 3)]
-    found = diagnostics.new_warnings(run_of(3, **equal, **{RIGHT: 0.0}))["dead_groups"]
-    assert f"has earned {reward:g};" in found and "check" in found and "warm start" not in found
-    varied = equal | {"reward__max": lambda update: reward + 0.1 * (update == 2)}
-    found = diagnostics.new_warnings(run_of(3, **varied, **{RIGHT: 0.0}))["dead_groups"]
-    assert "warm start" in found
 
 
 @pytest.mark.parametrize(
@@ -304,8 +279,3 @@ def test_a_warm_start_that_knows_only_its_demonstrations_is_a_warning(losses, ac
     found = diagnostics.new_warnings(inputs[: len(steps) + 1])
     assert [*found] == ["memorized"] * memorized
     assert diagnostics.new_warnings(inputs[: len(steps) + 2]) == {}
-
-
-def test_a_warning_about_dead_groups_says_how_many():
-    found = diagnostics.new_warnings(run_of(5, **{NO_SPREAD: 0.9, RIGHT: 0.2}))["dead_groups"]
-    assert "in 88% of the groups that are not all right, all 8 answers earned the same" in found

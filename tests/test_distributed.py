@@ -23,6 +23,9 @@ SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --g
    """.split()  # in float32 Adam makes steps of rounding errors, which change a draw now and then
 
 
+LATER = ["--resume", "runs/a", "--num-updates", "5"]
+
+
 def launch(folder, *args, ranks=2, restarts=0, program=ROOT / "train.py", **options):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
@@ -71,12 +74,15 @@ CASES = {
     [pytest.param(c, marks=() if c in ("grpo", "a program") else pytest.mark.seeds) for c in CASES],
 )
 def test_several_ranks_train_as_one(tmp_path, case, ranks):
+    """And one rank goes on with what they saved."""
     flags = [*SMALL, *CASES[case].split(), "--run-name", "a"]
     for number in (1, ranks):
         (tmp_path / str(number)).mkdir()
         code, out, err = finish(launch(tmp_path / str(number), *flags, ranks=number))
         assert code == 0, err
         assert out.count("picoRL · ") == 1  # rank 0 alone speaks
+        code, _, err = finish(launch(tmp_path / str(number), *LATER, ranks=1))
+        assert code == 0, err
     one, two = (tmp_path / str(number) / "runs" / "a" for number in (1, ranks))
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
     assert_alike(metrics_of(one), metrics_of(two))

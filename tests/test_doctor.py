@@ -53,15 +53,6 @@ def test_noise_is_called_noise_and_a_flat_reward_is_explained():
     assert "in 75% of the groups" in reward and "norm of 0.3. The loss of 0.001 says" in reward
 
 
-@pytest.mark.parametrize("accuracy, text", [
-    (0.2, "It has become worse: accuracy on held-out tasks of sums fell from 0.40 to 0.20"),
-    (0.6, "It learns: accuracy on held-out tasks of sums rose from 0.40 to 0.60"),
-])  # fmt: skip
-def test_intervals_decide_where_the_tasks_are_others(accuracy, text):
-    records = [{"update": 0} | evaluation(0.4), update(1) | evaluation(accuracy)]
-    assert any(line.startswith(text) for line in shown(records))
-
-
 def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_left_out():
     def records(lag):
         rows = [update(n, **{"gap/canary": lag, "kl/approx": 0.2}) for n in range(1, 9)]
@@ -76,13 +67,6 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
     )
     assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
     assert [line for line in shown(records(0.0)) if "stale" in line] == []
-    rows = records(1.0)
-    limits = {"length/hit_token_limit": 1.0, "episodes/truncated": 1.0, "weights/capped": 1.0}
-    others = {"never_stops": "a", "episodes_cut": "b", "weights_at_cap": "c"}
-    rows = [row | limits for row in rows]
-    rows[1]["warnings"] = others
-    assert [line.partition(", update")[0].rpartition("(")[2] for line in shown(rows)] == [
-        "stale_weights", "weights_at_cap", "kl_runaway"]  # fmt: skip
 
 
 def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):

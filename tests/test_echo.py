@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 from conftest import metrics_of
-from test_sdpo import folder, gradients, models  # noqa: F401
+from test_sdpo import folder, gradients, later  # noqa: F401
+from transformers import AutoModelForCausalLM
 
 import train
 from algorithms.variants import echo
@@ -70,14 +71,16 @@ def plain_gradient(cfg, old, model):
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [2048, 20])
-def test_loss_and_gradients_equal_float64_loops(micro_batch_tokens, folder, models, monkeypatch):  # noqa: F811
+def test_loss_and_gradients_equal_float64_loops(micro_batch_tokens, folder, later, monkeypatch):  # noqa: F811
+    models = [AutoModelForCausalLM.from_pretrained(folder).double() for _ in range(2)]
+    models[1].load_state_dict(later)
     if micro_batch_tokens == 20:
         monkeypatch.setattr(Policy, "logits_chunk", 3)
     cfg = config.resolve(train.Config(
         algo="echo", temperature=0.7, num_epochs=2, max_grad_norm=0.0, num_prompts=3, group_size=2,
         options=echo.Options(coef=0.3),
     ))  # fmt: skip
-    ours, metrics = gradients(cfg, folder, models, micro_batch_tokens, draw_rollouts()[0])
+    ours, metrics = gradients(cfg, folder, later, micro_batch_tokens, draw_rollouts()[0])
     theirs = [plain_gradient(cfg, models[0], model) for model in models]
     for mine, (wanted, _, _) in zip(ours, theirs, strict=True):
         assert (mine - wanted).norm() < 2e-5 * wanted.norm()

@@ -11,7 +11,6 @@ from conftest import load_small
 from core.faults import UsageError
 from core.loading import load_policy
 from core.policy import Policy
-from core.run.memory import checkpoint_layers
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
 
@@ -98,20 +97,3 @@ def test_a_model_whose_log_probs_training_would_change_is_refused(family_folder,
     with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off") as error:
         load_policy(str(family_folder("Granite")), device="cpu")
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_recomputed_layers_apply_no_dropout(family_folder):
-    """OPT's layers call dropout themselves, whenever they are in training mode."""
-    policy = load_small(family_folder("OPT"))
-    ids = torch.tensor([prompts_of(policy)[0]])
-    plain = policy.hidden_states(ids)
-    plain.sum().backward()
-    gradients = [p.grad.clone() for p in policy.model.parameters() if p.grad is not None]
-    policy.model.zero_grad()
-    checkpoint_layers(policy)
-    recomputed = policy.hidden_states(ids)
-    recomputed.sum().backward()
-    assert torch.equal(plain, recomputed)
-    found = [p.grad for p in policy.model.parameters() if p.grad is not None]
-    for a, b in zip(gradients, found, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)

@@ -6,21 +6,18 @@ is taken by the weights that sampled; before the second both sides get other wei
 policy ratio differs from 1.
 """
 
-import copy
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import load_small, save_small
-from single_update import single_update
+from single_update import gradients_of_update, moved
 from transformers import AutoModelForCausalLM
 
 import train
 from algorithms import grpo, ppo, reinforce
 from core import config
-from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
 
 MAX_TOKENS = 6  # --max-tokens
@@ -57,18 +54,24 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def weights(folder):
-    """Three float64 models: that sampled, that takes the second step, and the reference."""
-    sampled = AutoModelForCausalLM.from_pretrained(folder).double()
+def states(folder):
+    """The weights that sampled, those that take the second step, and those of the reference."""
+    old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     generator = torch.Generator().manual_seed(0)
-    models = {"old": sampled}
-    for name, distance in (("new", 0.03), ("reference", 0.02)):
-        models[name] = copy.deepcopy(sampled)
-        with torch.no_grad():
-            for p in models[name].parameters():
-                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                p.copy_((p + distance * noise).float())  # the same in float32
-    return models
+    return {
+        "old": old,
+        "new": moved(old, 0.03, generator),
+        "reference": moved(old, 0.02, generator),
+    }
+
+
+@pytest.fixture(scope="module")
+def models(folder, states):
+    """The same in float64."""
+    found = {name: AutoModelForCausalLM.from_pretrained(folder).double() for name in states}
+    for name, model in found.items():
+        model.load_state_dict(states[name])
+    return found
 
 
 def draw_rollouts(models, temperature):
@@ -266,51 +269,35 @@ def reference_gradients(cfg, rollouts, models, head):
 # --- Ours ---------------------------------------------------------------------------------------
 
 
-def our_gradients(cfg, rollouts, folder, models, head):
+def our_gradients(cfg, rollouts, folder, states, head):
     policy = load_small(folder, value_head=cfg.algo == "ppo")
     policy.micro_batch_tokens = 60
     if head:
         with torch.no_grad():
             policy.value_head.weight.copy_(head[0])
             policy.value_head.bias.copy_(head[1])
-    optimizer, gradients = make_optimizer(policy, 1e-3), []
-
-    def load(model, name):
-        model.load_state_dict({k: v.float() for k, v in models[name].state_dict().items()})
-
-    def step():
-        named = sorted(policy.model.named_parameters())
-        parameters = [p for _, p in named] + (list(policy.value_head.parameters()) if head else [])
-        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        gradients.append(torch.cat([g.flatten() for g in flat]).double())
-        load(policy.model, "new")
-
-    optimizer.step = step
-    load(policy.model, "old")
-    reference = None
-    if cfg.kl_coef:
-        reference = replace(policy, model=copy.deepcopy(policy.model), value_head=None)
-        load(reference.model, "reference")
-    metrics = single_update(cfg, policy, optimizer, rollouts, reference=reference)
+    policy.model.load_state_dict(states["old"])
+    reference = states["reference"] if cfg.kl_coef else None
+    gradients, metrics = gradients_of_update(cfg, policy, rollouts, states["new"], reference)
     return gradients, metrics["loss"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_both_gradients_of_an_update_equal_float64_loops(name, folder, weights):
+def test_both_gradients_of_an_update_equal_float64_loops(name, folder, states, models):
     cfg = config.resolve(train.Config(
         num_epochs=2, max_grad_norm=0.0, max_tokens=MAX_TOKENS, num_prompts=3, group_size=4,
         **SETTINGS[name],
     ))  # fmt: skip
     config.validate(cfg)
-    rollouts, head = draw_rollouts(weights, cfg.temperature), None
+    rollouts, head = draw_rollouts(models, cfg.temperature), None
     if cfg.algo == "ppo":
         generator = torch.Generator().manual_seed(0)
         head = tuple(
             (0.3 * torch.randn(shape, generator=generator)).double().requires_grad_()
             for shape in ((1, 32), (1,))
         )
-    theirs, their_loss = reference_gradients(cfg, rollouts, weights, head)
-    ours, loss = our_gradients(cfg, rollouts, folder, weights, head)
+    theirs, their_loss = reference_gradients(cfg, rollouts, models, head)
+    ours, loss = our_gradients(cfg, rollouts, folder, states, head)
     assert len(ours) == 2 and loss == pytest.approx(their_loss, rel=1e-4, abs=1e-4)
     for mine, other in zip(ours, theirs, strict=True):
         assert other.norm() > 1e-4

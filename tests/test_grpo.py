@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 
 from algorithms import grpo, ppo, reinforce
 from algorithms.common import Batch, Micro, turn_returns
@@ -46,24 +45,6 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
     )
     assert turn_returns(batch)[0].unique().numel() == 2
     assert not compute_advantages(batch, Options(scale_rewards=scale)).any()
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
-def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale):
-    batch = Batch(rewards=REWARDS.masked_fill(~MASK, math.nan), completion_mask=MASK,
-                  loss_mask=MASK & False, turn_ids=TURN_IDS, group_ids=GROUP_IDS,
-                  gamma=0.5)  # fmt: skip
-    advantages = compute_advantages(batch, Options(scale_rewards=scale))
-    # (3+1+5)/3 = 3, (4+2)/2 = 3: who never came to turn 1 isn't asked; alone from there on
-    centred = torch.tensor([[0.0, 0, 1], [-2, -1, 0], [2, 0, 0], [0, 0, 0]])
-    first, second = {
-        "none": (1, 1),
-        "group": (2 + EPS, math.sqrt(2) + EPS),  # √((0+4+4)/2), √((1+1)/1)
-        "batch": (math.sqrt(20 / 3) + EPS, 2 + EPS),  # of 3, 1, 5, 7 and of 4, 2, 6
-        "mean": (3, 3),
-    }[scale]
-    by = torch.tensor([[first, first, second], [first, second, 1], [first, 1, 1], [1, 1, 1]])
-    torch.testing.assert_close(advantages, centred / by, atol=1e-6, rtol=0)
 
 
 def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):

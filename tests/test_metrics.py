@@ -1,7 +1,6 @@
 """Metrics of rollouts, evaluations and gradient steps, against numbers computed by hand."""
 
 import math
-import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch
 from core import evaluation
 from core.batching import MicroBatch, to_rollout_batch
 from core.config import Config
-from core.evaluation import left_out_lines
 from core.loop.evaluator import Evaluator
 from core.metrics import (
     UpdateStats,
@@ -25,7 +23,6 @@ from core.metrics import (
     rollout_metrics,
     wilson,
 )
-from core.results import accuracy_of, before_after
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.tasks import Task, eval_tasks
@@ -111,11 +108,7 @@ def test_accuracy_counts_info_correct_and_not_the_reward():
     expected = {"accuracy": 0.5, "lenient": 0.5, "return_mean": 0.5, "return_low": 0.5 - half,
                 "return_high": 0.5 + half}  # fmt: skip
     assert {k: metrics[f"eval/e/{k}"] for k in expected} == pytest.approx(expected)
-    rollouts[1].turns[0].reward = 0.9
-    for alike in (rollouts, rollouts[:1]):  # no spread, no interval
-        metrics = metrics_of(alike)
-        assert metrics["eval/e/return_mean"] == pytest.approx(0.9)
-        assert math.isnan(metrics["eval/e/return_low"] + metrics["eval/e/return_high"])
+    assert math.isnan(metrics_of(rollouts[:1])["eval/e/return_low"])  # no spread, no interval
 
 
 @pytest.mark.parametrize(
@@ -132,19 +125,6 @@ def test_wilson_interval_by_hand_and_at_one():
     assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-5)
     assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
     assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] > 0.2
-
-
-def test_before_and_after_are_the_first_and_last_evaluations():
-    def record(update, accuracy):
-        return {"update": update, "eval/a:k=1/accuracy": accuracy,
-                "eval/a:k=1/ci_low": 0.1, "eval/a:k=1/ci_high": 0.9}  # fmt: skip
-
-    records = [{"sft_step": 1}, record(0, 0.2), {"update": 1}, record(2, 0.5), record(4, 0.75)]
-    ((env, first, last),) = before_after(records)
-    assert (env, first["update"], last["update"]) == ("a:k=1", 0, 4)
-    assert accuracy_of(env, last) == "0.75 [0.10, 0.90]"
-    assert before_after(records[:2]) == [("a:k=1", records[1], records[1])]
-    assert before_after([{"update": 1}]) == []
 
 
 @pytest.mark.parametrize(
@@ -258,9 +238,11 @@ def test_each_seed_is_a_task_if_it_decides_more_than_the_opening(differs):
 
 
 def test_an_evaluation_notes_how_few_tasks_its_episodes_have():
-    for tasks, openings, numbers in ((4, 4, []), (4, 2, ["4", "4", "2"]), (2, 2, ["4", "2", "2"])):
-        note = few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4)
-        assert re.findall(r"\d+", note) == numbers
+    def note(tasks, openings):
+        return few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4)
+
+    assert note(4, 4) == "" and "4 different tasks, with 2 different openings" in note(4, 2)
+    assert "4 episodes of 2 different tasks" in note(2, 2)
 
 
 def test_a_failed_episode_is_a_task_of_its_own_and_wrong():
@@ -302,15 +284,7 @@ def test_pass_at_k_leaves_out_tasks_whose_samples_were_lost():
     }
     lost = [replace(evaluated(s, s, 9, False), env_failure=True) for s in range(4)]
     assert evaluation.pass_at_k(greedy, samples + lost, 3) == pytest.approx(expected)
-    (line,) = left_out_lines(expected, 3)
-    assert line.startswith("pass@3 leaves out 2 tasks of e:")
-    assert left_out_lines(pass_at_k(greedy[:2], samples[:7], 3), 3) == []
     assert pass_at_k(greedy[3:], samples, 3) == {"eval/e/pass_at_k_left_out": 1}
-    # two agents: X always wins, O never
-    seats = [(evaluated(0, 0, 9, False, seat), seat == "X") for seat in ("X", "O")]
-    samples = [evaluated(0, 0, n, wins, r.agent) for r, wins in seats for n in (0, 1)]
-    found = pass_at_k([r for r, _ in seats], samples, 2)
-    assert [found[f"eval/e{s}/pass_at_k"] for s in ("", "/X", "/O")] == [0.5, 1.0, 0.0]
 
 
 def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():
@@ -328,47 +302,28 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
     assert p_value(right=(2, 4), seeds=range(6)) == {"eval/e/p_value": 1.0}  # two lost, one won
 
 
-def test_the_paired_test_of_an_environment_is_of_its_own_tasks():
-    """The policy gets better at "b" alone, on the same seeds."""
+def test_the_paired_test_of_an_environment_is_of_its_own_tasks_that_have_not_changed():
+    """Of six wrong answers in "a" and "b", three tasks of "b" get other questions, and those alone
+    are right then."""
     progress = {"trivial": {"a": None, "b": 0.0}}
 
-    def p_values(right_in_b):
-        rollouts = [replace(evaluated(s, s, 9, env == "b" and right_in_b), env=env)
+    def found(questions, right=()):
+        rollouts = [evaluated(s, s, 9, env == "b" and s in right, env=env)
                     for env in ("a", "b") for s in range(6)]  # fmt: skip
+        for rollout in rollouts:
+            asked = questions[rollout.seed] if rollout.env == "b" else "?"
+            rollout.messages = [{"role": "user", "content": asked},
+                                {"role": "assistant", "content": "it"}]  # fmt: skip
         tasks = [Task(env, s, s) for env in ("a", "b") for s in range(6)]
-        found = evaluation.comparisons(progress, rollouts, tasks, None)
-        assert found["eval/b/trivial"] == 0.0 and "eval/a/trivial" not in found
-        return [found[f"eval/{env}/p_value"] for env in ("a", "b")]
+        metrics = evaluation.comparisons(progress, rollouts, tasks, None)
+        assert metrics.pop("eval/a/p_value") == 1.0 and metrics.pop("eval/b/trivial") == 0.0
+        return metrics
 
-    assert p_values(False) == [1.0, 1.0]
-    assert p_values(True) == [1.0, pytest.approx(2 / 2**6)]
-
-
-def test_the_paired_test_leaves_out_tasks_that_have_changed():
-    """Of six wrong answers three tasks get other questions, and those alone are right then."""
-    progress = {"trivial": {"e": None}}
-
-    def found(questions, right):
-        rollouts = []
-        for seed, question in enumerate(questions):
-            rollout = evaluated(seed, 10 + seed, 9, seed in right)
-            rollout.messages = [{"role": "user", "content": question},
-                                {"role": "assistant", "content": str(seed in right)}]  # fmt: skip
-            rollouts.append(rollout)
-        tasks = [Task("e", seed, seed) for seed in range(len(questions))]
-        return evaluation.comparisons(progress, rollouts, tasks, None)
-
-    assert found("abcdef", ()) == {"eval/e/p_value": 1.0}
-    assert found("abcdef", (0, 1, 2)) == {"eval/e/p_value": 0.25}
-    changed = found("xyzdef", (0, 1, 2))
-    assert changed == {"eval/e/p_value": 1.0, "eval/e/changed": 3}
-    (line,) = evaluation.changed_lines(changed)
-    assert line.startswith("e: 3 tasks begin otherwise than in the first evaluation")
-    assert found("abxdef", (0, 1, 2)) == {"eval/e/p_value": 0.5, "eval/e/changed": 1}
-    assert found("uvwxyz", (0, 1, 2)) == {"eval/e/changed": 6}  # nothing is left to compare
-    # other agents had a part in the opening of a game, and the program in that of an agent's
-    for agent, env, known in (("player", "e", True), ("X", "e", False), ("player", "agent", False)):
-        assert bool(evaluation.opening_checksum(evaluated(0, 0, 9, True, agent, env))) == known
+    assert found("abcdef") == {"eval/b/p_value": 1.0}
+    assert found("abcdef", range(6)) == {"eval/b/p_value": pytest.approx(2 / 2**6)}
+    assert found("xyzdef", range(3)) == {"eval/b/p_value": 1.0, "eval/b/changed": 3}
+    assert found("abxdef", range(3)) == {"eval/b/p_value": 0.5, "eval/b/changed": 1}
+    assert found("uvwxyz", range(3)) == {"eval/b/changed": 6}  # nothing is left to compare
 
 
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():

@@ -1,16 +1,13 @@
 """core/policy.py, core/loading.py and core/tiny.py: loading, logits, adapters, export."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import load_small, loopback, save_small
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +20,6 @@ from core.run.checkpoint import export_model
 from core.run.models import folder_of, load_exported
 from core.tiny import PRETRAINED, write_tiny
 
-ROOT = Path(__file__).parent.parent
 IDS = torch.tensor([[65, 66, 67, 68]])
 
 
@@ -152,34 +148,26 @@ def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_128_mib_to_1_gib(policy):
     assert found == [2**25, 3 * 2**25, 2**28]
 
 
-SILENT_HUB = """
-from core.loading import load_policy
-from core.faults import UsageError
-
-load_policy("me/small", device="cpu")
-try:
-    load_policy("me/other", device="cpu")
-except UsageError as error:
-    print(error)
-"""
-
-
-def test_a_hub_that_does_not_answer_is_asked_once_and_then_the_cache(tmp_path, qwen3_folder):
+def test_a_hub_that_does_not_answer_is_asked_once_and_then_the_cache(
+    tmp_path, qwen3_folder, monkeypatch
+):
     asked = []
 
     class Silent(BaseHTTPRequestHandler):
         def handle(self):
             asked.append(self.rfile.readline())
 
-    cached = tmp_path / "hub/models--me--small"
+    cached = tmp_path / "models--me--small"
     shutil.copytree(qwen3_folder, cached / "snapshots/abc")
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with loopback(Silent) as server:
-        changes = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
-        done = subprocess.run([sys.executable, "-c", SILENT_HUB], env=os.environ | changes,
-                              cwd=ROOT, capture_output=True, text=True)  # fmt: skip
-    assert done.stdout.startswith("--model-id me/other: ") and "tiny or smollm2" in done.stdout
-    assert f"{server.url} cannot be reached" in done.stdout
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        load_policy("me/small", device="cpu")
+        refused = f"--model-id me/other: .*{server.url} cannot be reached .*tiny or smollm2"
+        with pytest.raises(UsageError, match=refused):
+            load_policy("me/other", device="cpu")
     asked = [line for line in asked if b" /api/" not in line]  # of huggingface_hub about itself
-    assert asked == [b"HEAD / HTTP/1.1\r\n"] * 2, done.stderr
+    assert asked == [b"HEAD / HTTP/1.1\r\n"] * 2

@@ -3,10 +3,8 @@
 These tests need vLLM's build for CPUs: `pytest -m vllm`. runs/benchmarks/gpu_check.py is for GPUs.
 """
 
-import gc
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 from collections import Counter
@@ -15,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import metrics_of, save_small
+from conftest import save_small
 from test_process_state import state
 from test_sampler import check_ends, staggered, trainer_gap
 
@@ -101,34 +99,15 @@ def base_weights(policy):
 
 
 def assert_no_second_copy(sampler):
-    """No tensor in this process has the values of a weight in other memory."""
+    """The parameters of the engine are those of the policy, in the same memory."""
     policy = sampler.policy
     ours = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     theirs = {p.untyped_storage().data_ptr() for p in engine_model(sampler).parameters()}
     assert ours == theirs
-    gc.unfreeze()  # vLLM freezes its objects, which get_objects leaves out
-    num_compared = 0
-    for other in gc.get_objects():
-        is_tensor = type(other) is torch.Tensor or issubclass(type(other), torch.nn.Parameter)
-        if not is_tensor or other.device.type != policy.device.type:
-            continue
-        if not other.untyped_storage().nbytes():
-            continue
-        num_compared += 1
-        if other.untyped_storage().data_ptr() in ours:
-            continue
-        for name, weight in base_weights(policy).items():
-            if other.numel() >= weight.numel() > 1000 and other.dtype == weight.dtype:
-                start = other.reshape(-1)[: weight.numel()]
-                assert not torch.equal(start, weight.reshape(-1)), name
-    assert num_compared > 50
 
 
 def test_both_models_have_one_set_of_weights_before_and_after_20_steps(folder, start):
     policy = load(folder)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.mul_(1.01)  # unlike the weights of other tests that are still in memory
     sampler = start(policy)
     old_completions = sample(sampler)
     assert_no_second_copy(sampler)
@@ -216,21 +195,6 @@ class TestOneEngine:
         assert by_gap[0][0].token_ids != by_gap[0][3].token_ids  # equal prompts, different streams
         assert trainer_gap(engine.policy, by_gap[1], 1.0, prompts).max() < 1e-4
 
-    def test_seed_determines_a_call_and_the_process_keeps_its_random_state(self, engine):
-        before = state()
-        draws = [
-            [c.token_ids for c in sample(engine, PROMPTS, SamplingParams(max_tokens=8, seed=seed))]
-            for seed in (1, 2, 1)
-        ]
-        assert draws[0] == draws[2] != draws[1]
-        assert draws[0][0] != draws[0][3]  # equal prompts
-        assert state() == before
-        with engine:  # environments draw, too
-            params = SamplingParams(max_tokens=8, seed=1)
-            completions = engine.sample(PROMPTS, params, lambda: torch.rand(1))
-        assert [c.token_ids for c in completions] == draws[0]
-        assert state() != before
-
     @pytest.mark.parametrize("alone", [False, True], ids=["one generator", "a seed per request"])
     def test_draws_have_the_probabilities_of_the_policy(self, engine, alone):
         """A χ² test of 2,000 first tokens: 16 tokens with the most, and all others."""
@@ -316,81 +280,3 @@ def test_too_little_memory_is_one_line_with_the_numbers(qwen3, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     with pytest.raises(UsageError, match=r"^a sequence of 512 tokens needs .* --max-model-len"):
         NanoLLM(policy)
-
-
-@pytest.mark.parametrize("num_rollouts", [3, 10**6])
-def test_cache_has_at_most_the_bytes_of_all_rollouts_at_full_length(qwen3, start, num_rollouts):
-    """A token of qwen3 has 2 layers, 2 heads of keys and values, and 32 numbers per head."""
-    policy = load(qwen3)
-    sampler = start(policy, num_rollouts=num_rollouts)
-    config = policy.causal_lm.config
-    per_token = 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-    blocks = policy.max_length // nanollm.CPU_BLOCK_SIZE + 1  # one stays empty
-    needed = num_rollouts * blocks * nanollm.CPU_BLOCK_SIZE * per_token
-    found = sum(num_bytes for _, num_bytes in sampler.cpu_cache)
-    assert found == min(needed, nanollm.CPU_CACHE_BYTES // per_token // 32 * 32 * per_token)
-    greedy = SamplingParams(max_tokens=8, temperature=0)
-    expected = TorchSampler(policy).sample(PROMPTS, greedy)
-    assert [c.token_ids for c in sample(sampler, PROMPTS, greedy)] == [
-        c.token_ids for c in expected
-    ]  # also of more prompts than were announced
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "leave --quantize out"),
-        ({"adapters": {"use_dora": True}}, "not .*lora_magnitude_vector"),
-        ({"adapters": {"modules_to_save": ["lm_head"]}}, "not .*lm_head.modules_to_save"),
-        ({"device": "mps"}, r"the installed vLLM is for (cpu|cuda), not mps"),
-    ],
-)
-def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message):
-    from peft import LoraConfig, get_peft_model
-
-    policy = load(qwen3)
-    if "quantization_config" in change:
-        policy.causal_lm.config.quantization_config = change["quantization_config"]
-    if "adapters" in change:
-        policy.model = get_peft_model(policy.model, LoraConfig(r=2, **change["adapters"]))
-    policy.device = torch.device(change.get("device", policy.device))
-    with pytest.raises(UsageError, match=message):
-        NanoLLM(policy)
-
-
-def test_without_a_gpu_kept_ids_are_refused_before_the_engine_starts(qwen3):
-    with pytest.raises(UsageError, match="--top-k and --top-p with --sampler vllm"):
-        NanoLLM(load(qwen3), with_kept_ids=True)
-
-
-SMALL = """--sampler vllm --algo ppo --sft-steps 6 --sft-batch-size 4 --num-updates 4
-    --num-prompts 3 --group-size 4 --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24
-    --lr 1e-3 --dtype float32""".split()
-
-
-def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(command, monkeypatch):
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    code, _, err = command("--run-name", "whole", "--device", "cpu", *SMALL)
-    assert (code, err) == (0, "")
-    records = metrics_of("runs/whole")
-    updates = [r for r in records if r.get("update", 0) > 0]
-    assert len(updates) == 4
-    for record in updates:
-        assert record["tokens/trained"] == record["tokens/sampled"] > 0
-        assert record["gap/logprob_mean"] < 1e-5 and record["gap/logprob_max"] < 1e-4
-    steps, step = 0, LLMEngine.step
-
-    def interrupt_once(engine):
-        nonlocal steps
-        steps += 1
-        if steps == 60:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(engine)
-
-    monkeypatch.setattr(LLMEngine, "step", interrupt_once)
-    code, out, _ = command("--run-name", "stopped", "--device", "cpu", *SMALL)
-    assert code == 130
-    assert "stopped and saved" in out
-    assert command("--resume", "runs/stopped")[0] == 0
-    assert metrics_of("runs/stopped") == records

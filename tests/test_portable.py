@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import metrics_of
@@ -57,42 +56,15 @@ def finished(windows):
     return run
 
 
-def end_when(process, finished, end):
-    """Calls `end` as soon as `finished()`; returns the exit code and the output."""
-    deadline = time.monotonic() + 600
-    while not finished() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    end()
-    output, _ = process.communicate(timeout=600)
-    return process.returncode, output
-
-
-@pytest.mark.seeds
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_metrics(windows, finished, command, tmp_path):
-    assert command("--run-name", "expected", *SMALL[:-2])[0] == 0  # not on Windows
-    run = tmp_path / "runs" / "a"
-    process = windows("train.py", *SMALL)
-    code, output = end_when(process, (run / "checkpoint/000000-000002").exists, process.kill)
-    assert code == -signal.SIGKILL, output
-    finished("train.py", "--resume", str(Path("runs/a")))
-    assert metrics_of(run) == metrics_of(tmp_path / "runs" / "expected")
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    names = ["config.yaml", "metrics.jsonl", "rollouts.jsonl", "README.md", "report.html"]
-    assert not [name for name in names if b"\r" in (run / name).read_bytes()]
-
-
 @pytest.mark.slow
 def test_ctrl_c_saves_a_run_and_chat_answers_with_it(windows, finished, tmp_path):
-    run = tmp_path / "runs" / "a"
     process = windows("train.py", *SMALL, "--num-updates", "1000")
-    log = run / "rollouts.jsonl"
-
-    def has_trained():
-        return log.exists() and b'"kind": "train"' in log.read_bytes()
-
-    code, output = end_when(process, has_trained, lambda: process.send_signal(signal.SIGINT))
-    assert code == 130 and "--resume" in output
+    log = tmp_path / "runs/a/rollouts.jsonl"
+    while not (log.exists() and b'"kind": "train"' in log.read_bytes()) and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130 and "--resume" in output
     chat = finished("-m", "core.chat", "runs/a", "--before", typed='How many r in "cherry"?\n')
     assert "trained:" in chat
 

@@ -22,8 +22,6 @@ from core.prefix_sharing import make_tree
 sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
 from families import save_model
 
-UNLIMITED = 10**9
-
 
 def random_sequences(seed):
     """Token ids that branch anywhere; some are equal, or begin others, or have one token."""
@@ -107,23 +105,6 @@ def test_logits_are_computed_once_for_tokens_sampled_after_the_same_prefix():
     assert sizes == [1] and torch.equal(logprobs[:, 1], logprobs[0, 1].expand(3))
     logprobs.sum().backward()
     assert (hidden.grad.abs().sum(1) > 0).tolist() == [False, True, False, False]
-
-
-@pytest.mark.parametrize("budget", [1, 200, UNLIMITED])
-def test_micro_batches_keep_the_budget_and_every_sampled_token(budget):
-    batch = batching.to_rollout_batch(rollouts_of(num_groups=6, size=8, prompt=40))
-    micros = list(batching.cut(batch.sequences, budget, share=True))
-    sizes = [len(micro.tree) for micro in micros]
-    assert all(n <= budget or len(m.input_ids) == 1 for n, m in zip(sizes, micros, strict=True))
-    count = torch.zeros_like(batch.env_rewards)
-    for micro in micros:
-        count.view(-1)[micro.index[micro.completion_mask]] += 1
-        real = micro.input_ids != 0
-        assert torch.equal(micro.tree.input_ids[0, micro.nodes[real]], micro.input_ids[real])
-    assert torch.equal(count == 1, batch.completion_mask)
-    if budget == UNLIMITED:
-        prompts = sum(40 + 7 * group for group in range(6))
-        assert sizes[0] <= sum(len(s.token_ids) for s in batch.sequences) - 7 * prompts
 
 
 def test_rollouts_without_an_advantage_need_no_backward_pass(qwen3_folder, monkeypatch):

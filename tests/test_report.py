@@ -257,15 +257,6 @@ def test_compare_orders_runs_by_the_tokens_that_they_sampled_until_the_target(tm
     ]  # fmt: skip
 
 
-def test_compare_rejects_what_is_not_a_run(tmp_path, capsys):
-    run = write_run(tmp_path / "a", trained(1))
-    for args in ([run, tmp_path / "gone"], []):
-        assert compare.main([str(arg) for arg in args]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1
-    assert not (tmp_path / "compare.html").exists()
-
-
 def test_the_command_that_repeats_a_run_can_be_pasted(tmp_path):
     run = write_run(tmp_path / "a 'b'", trained(1))
     assert shlex.split(data_of(write_report(run, CONFIG))[0]["command"]) == [

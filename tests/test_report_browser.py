@@ -162,50 +162,6 @@ def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, visit):
     assert lines == ["solid" if change > 0 else "dotted" for change in changes]  # no mere colour
 
 
-def test_keyboard_reaches_everything(run, visit):
-    page = visit(run[0])
-    first = int(page.locator("#at").inner_text().split()[1])
-    focused = "document.activeElement"
-    for _ in range(60):  # from the top of the page to the first rollout
-        page.keyboard.press("Tab")
-        if page.evaluate(f"{focused}.closest('.rollouts') !== null"):
-            break
-        style = page.evaluate(f"getComputedStyle({focused}).outlineStyle")
-        assert style != "none", page.evaluate(f"{focused}.outerHTML")
-    page.keyboard.press("n")
-    assert page.locator("#at").inner_text() == f"update {first + 1} of {UPDATES}"
-    page.keyboard.press("p")
-    page.locator("#groups .rollouts button").first.focus()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("Enter")
-    assert page.locator(".open").count() == 1
-    chosen = page.evaluate(f"{focused}.ariaLabel")
-    for _ in range(9):  # past explanations and the close button to the tokens
-        page.keyboard.press("Tab")
-        if page.evaluate(f"{focused}.getAttribute('role')") == "option":
-            break
-    page.keyboard.press("ArrowRight")
-    assert "token 2 of 16" in page.locator(".inspector").inner_text()
-    page.keyboard.press("Escape")
-    assert page.locator(".open").count() == 0
-    assert page.evaluate(f"{focused}.ariaLabel") == chosen
-    page.keyboard.press("/")
-    page.keyboard.type("np")  # text, not the keys of next and previous
-    assert page.locator("#search").input_value() == "np"
-    assert page.locator("#at").inner_text() == f"update {first} of {UPDATES}"
-
-
-def test_explanations_need_no_mouse(run, visit):
-    page = visit(run[0], 400, 900)
-    word = page.locator(".open .head abbr").first
-    meaning = word.get_attribute("title")
-    word.click()  # as a tap, which shows no tooltip
-    assert page.locator("#tip").inner_text() == meaning
-    page.keyboard.press("Tab")
-    page.keyboard.press("Shift+Tab")
-    assert page.locator("#tip").inner_text() == meaning
-
-
 def tricky_page(folder, texts):
     """Writes a page of two runs with each text wherever a text can stand; returns its path."""
     folder.mkdir()
@@ -259,41 +215,3 @@ def test_text_never_becomes_markup(tmp_path, visit):
         assert all(text in about and text in warnings for text in texts)
         elements.append(tags)
     assert elements[0] == elements[1] and len(elements[0][0]) > 500
-
-
-def test_held_out_tasks_are_shown_before_and_after(run, visit):
-    path, rows = run
-    page = visit(path)
-    assert page.input_value("#change") == "changed"
-    correct = {(r["update"], r["seed"]): r["info"]["correct"] for r in rows if r["kind"] == "eval"}
-    gained = [seed for seed in range(8) if not correct[0, seed] and correct[UPDATES, seed]]
-    lost = [seed for seed in range(8) if correct[0, seed] and not correct[UPDATES, seed]]
-    text = page.locator("#paired").inner_text()
-    assert f"{len(gained)} went from wrong to correct, {len(lost)} from correct to wrong" in text
-    assert "8 of 256 held-out tasks kept" in text
-    page.select_option("#change", "wrong to correct")
-    articles = page.locator("#pairs article")
-    prompts = [a.locator(".text").first.inner_text() for a in articles.all()]
-    assert prompts == [f"task {seed}" for seed in gained] and gained
-    before, after = articles.first.locator(".two > div").all_inner_texts()
-    assert "✗ wrong" in before and "at 0 " in before
-    assert "✓ correct" in after and f"at {UPDATES} " in after
-
-
-def test_comparison_tells_runs_apart_without_colour(tmp_path, visit):
-    runs = []
-    for i, name in enumerate(["first", "second", NAME]):
-        metrics = [evaluated(0, 0.2), {"update": 1, "reward/mean": 0.1 * i},
-                   evaluated(2, 0.5 + i / 9)]  # fmt: skip
-        rows = [row("eval", u, 1, f"{i} at {u}", float(u > 0)) for u in (0, 2)]
-        rows.append(row("train", 1, 1, f"by {i}"))
-        runs.append((write_run(tmp_path / name, metrics, rows), CONFIG))
-    page = visit(write_page(tmp_path / "compare.html", runs))
-    chart = page.locator("#charts .card").first
-    assert chart.locator("svg text").all_text_contents()[-3:] == ["A", "B", "C"]
-    assert NAME in chart.locator("output").inner_text()
-    sides = page.locator("#pairs .two > div").all_inner_texts()
-    assert "A first, after update 2" in sides[0] and "B second, after update 2" in sides[1]
-    page.select_option("#run", "2")
-    page.locator("#groups .rollouts button").first.click()
-    assert "by 2" in page.locator(".open").inner_text()

@@ -1,4 +1,4 @@
-"""A run folder has a name, a config.yaml and a date; one process writes it; a disk may fail."""
+"""A run folder has a name, a config.yaml and a date, and one process writes it."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from core.faults import CannotWrite, UsageError
+from core.faults import UsageError
 from core.loop import open as run
 from core.run.folder import create_run, lock_run_dir, new_folder
 
@@ -106,16 +106,6 @@ def test_what_killed_processes_left_is_removed(tmp_path):
     (run / "checkpoint/.part-000000-000001").mkdir(parents=True)
     with opened(run, new=False):
         assert not list(run.glob("**/.part-*"))
-
-
-def test_a_disk_error_is_one_line_with_the_command_to_resume(tmp_path):
-    run = tmp_path / "my run"
-    with pytest.raises(CannotWrite) as error, opened(run):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "runs/a/metrics.jsonl")
-    assert os.strerror(errno.EDQUOT) in str(error.value)
-    assert f"--resume '{run}'" in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(ConnectionRefusedError), opened(run, new=False):  # no error of the disk
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "no")
 
 
 def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(

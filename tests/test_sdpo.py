@@ -1,12 +1,11 @@
 """SDPO: its gradient against float64 loops, and the prompt of its teacher."""
 
-import copy
 import random
 
 import pytest
 import torch
 from conftest import load_small, metrics_of, save_small
-from single_update import single_update
+from single_update import gradients_of_update, moved
 from test_episodes import PARAMS, Scripted, message
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +14,6 @@ from algorithms.variants import sdpo
 from core import config
 from core.chat_template import prompt_ids
 from core.episodes import RolloutCollector
-from core.optimizer import make_optimizer
 from core.policy import Policy
 from core.tasks import Task
 from core.types import Rollout, Turn
@@ -29,15 +27,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def models(folder):
-    """The float64 weights that sampled, and those of the second step."""
-    old = AutoModelForCausalLM.from_pretrained(folder).double()
-    new, generator = copy.deepcopy(old), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in new.parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_((p + 0.03 * noise).float())
-    return old, new
+def later(folder):
+    """The weights of the second step."""
+    old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return moved(old, 0.03, torch.Generator().manual_seed(0))
 
 
 def settings(algo="sdpo", **options):
@@ -62,20 +55,11 @@ def draw_rollouts():
     return rollouts
 
 
-def gradients(cfg, folder, models, micro_batch_tokens=2048, rollouts=None):
-    """Those of the two steps of an update by the real loop, flat."""
-    policy, found = load_small(folder), []
+def gradients(cfg, folder, later, micro_batch_tokens=2048, rollouts=None):
+    """Those of the two steps of an update by the real loop, and the metrics."""
+    policy = load_small(folder)
     policy.micro_batch_tokens = micro_batch_tokens
-    optimizer = make_optimizer(policy, 1e-3)
-
-    def step():
-        named = sorted(policy.model.named_parameters())
-        found.append(torch.cat([p.grad.flatten() for _, p in named]).double())
-        policy.model.load_state_dict({k: v.float() for k, v in models[1].state_dict().items()})
-
-    optimizer.step = step
-    metrics = single_update(cfg, policy, optimizer, rollouts or draw_rollouts())
-    return found, metrics
+    return gradients_of_update(cfg, policy, rollouts or draw_rollouts(), later)
 
 
 def all_logprobs(model, context, ids):
@@ -111,24 +95,27 @@ def plain_gradient(cfg, models, model):
     return torch.cat([part.flatten() for part in parts]), divergences
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
-@pytest.mark.parametrize("micro_batch_tokens", [2048, 20])
-def test_the_gradients_equal_float64_loops(kind, micro_batch_tokens, folder, models, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, micro_batch_tokens", [("forward", 2048), ("reverse", 2048), ("jsd", 20)]
+)
+def test_the_gradients_equal_float64_loops(kind, micro_batch_tokens, folder, later, monkeypatch):
     if micro_batch_tokens == 20:
         monkeypatch.setattr(Policy, "logits_chunk", 3)
+    models = [AutoModelForCausalLM.from_pretrained(folder).double() for _ in range(2)]
+    models[1].load_state_dict(later)
     cfg = settings(own={"kind": kind, "coef": 0.5}, reward_coef=0.0)
-    ours, metrics = gradients(cfg, folder, models, micro_batch_tokens)
+    ours, metrics = gradients(cfg, folder, later, micro_batch_tokens)
     theirs = [plain_gradient(cfg, models, model) for model in models]
     for mine, (wanted, _) in zip(ours, theirs, strict=True):
         assert (mine - wanted).norm() < 2e-5 * wanted.norm()
     assert metrics["sdpo/divergence"] == pytest.approx(theirs[1][1], rel=1e-4)  # the last epoch
 
 
-def test_the_loss_is_that_of_grpo_and_the_divergence(folder, models):
-    both, _ = gradients(settings(own={}), folder, models)
+def test_the_loss_is_that_of_grpo_and_the_divergence(folder, later):
+    both, _ = gradients(settings(own={}), folder, later)
     parts = [
-        gradients(settings(own={}, reward_coef=0.0), folder, models)[0],
-        gradients(settings("grpo"), folder, models)[0],
+        gradients(settings(own={}, reward_coef=0.0), folder, later)[0],
+        gradients(settings("grpo"), folder, later)[0],
     ]
     for mine, divergence, rewards in zip(both, *parts, strict=True):
         assert rewards.norm() > 0
@@ -136,15 +123,11 @@ def test_the_loss_is_that_of_grpo_and_the_divergence(folder, models):
 
 
 class Capital(Env):
-    """Two turns; the second one has feedback of its own. `begun`: the first answer has begun."""
-
-    def __init__(self, begun: bool = False):
-        self.begun = begun
+    """Two turns; the second one has feedback of its own."""
 
     def reset(self, seed):
         self.turn = 0
-        begun = [{"role": "assistant", "content": "It is"}] * self.begun
-        return [message("Capital of France?"), *begun]
+        return [message("Capital of France?")]
 
     def step(self, response):
         self.turn += 1
@@ -160,10 +143,10 @@ class Capital(Env):
 def play(policy, monkeypatch):
     monkeypatch.setitem(registry.ENVIRONMENTS, "capital", Capital)
 
-    def play(seed, shows_right=True, spec="capital"):
+    def play(seed, shows_right=True):
         collector = RolloutCollector(policy, max_turns=2)
         collector.shows_right = shows_right
-        task = Task(registry.EnvSpec(spec), seed, group_id=0)
+        task = Task(registry.EnvSpec("capital"), seed, group_id=0)
         [rollout] = collector.collect([task], Scripted(policy, "hm"), PARAMS)
         assert not rollout.error
         return rollout.turns
@@ -185,15 +168,6 @@ def test_the_teacher_reads_the_right_answer_and_the_question_once_more(policy, p
     assert first.feedback_ids[: len(first.prompt_ids)] == first.prompt_ids
 
 
-def test_both_answers_begin_as_the_prompt_says(policy, play):
-    first, _ = play(seed=3, spec="capital:begun=True")
-    begun = policy.tokenizer.encode("It is", add_special_tokens=False)
-    paris = [*policy.tokenizer.encode("Paris", add_special_tokens=False), policy.end_of_turn_id]
-    prompt = first.prompt_ids
-    assert prompt[-len(begun) :] == begun == first.feedback_ids[-len(begun) :]
-    assert first.feedback_ids[: len(prompt) + len(paris)] == prompt + paris
-
-
 def test_evaluation_and_other_algorithms_have_no_teacher(play):
     silent = [*play(seed=3, shows_right=False), *play(seed=EVAL_SEEDS.start)]
     assert not any(turn.feedback_ids for turn in silent)
@@ -205,20 +179,21 @@ def test_no_teacher_where_its_prompt_exceeds_the_context(policy, play, monkeypat
     assert play(seed=3)[0].feedback_ids == []
 
 
-SILENT = """
-from environments import Env, Step
+class Silent(Capital):
+    def demonstrate(self, hasty=False):
+        return None
 
-class Silent(Env):
-    def reset(self, seed): return [{"role": "user", "content": f"{seed}?"}]
-    def step(self, response): return Step(None, 0.0, True)
-"""
+    def step(self, response):
+        return Step(None, 0.0, True)
+
+
 SMALL = "--algo sdpo --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 0".split()
 
 
-def test_an_environment_without_feedback_ends_the_run(command, tmp_path):
-    (tmp_path / "silent.py").write_text(SILENT)
-    code, _, err = command(*SMALL, "--env", "silent.py:Silent")
-    assert code == 2 and "silent.py:Silent never says what would have been right" in err
+def test_an_environment_without_feedback_ends_the_run(command, monkeypatch):
+    monkeypatch.setitem(registry.ENVIRONMENTS, "silent", Silent)
+    code, _, err = command(*SMALL, "--env", "silent")
+    assert code == 2 and "silent never says what would have been right" in err
 
 
 def test_a_run_whose_tokens_top_p_drew(command, tmp_path):

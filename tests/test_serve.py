@@ -1,10 +1,9 @@
 """`python -m core.serve`: a trained policy behind OpenAI's API."""
 
-import os
-import re
-import signal
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import Queue
+from threading import Event
 from types import SimpleNamespace
 
 import httpx
@@ -20,26 +19,30 @@ from environments.adapters.endpoint import Endpoint, read_ask
 
 
 @pytest.fixture
-def served():
-    """The address of a server in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "core.serve",
-        str(PRETRAINED),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        line = process.stdout.readline()
+def served(monkeypatch):
+    """The address of a server in a thread; a Ctrl-C ends it."""
+    made, ended = Queue(), Event()
+
+    class Noted(Endpoint):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.only.receive = partial(until_ended, self.only.receive)
+            made.put(self.url)
+
+    def until_ended(receive, timeout):
+        if ended.is_set():
+            raise KeyboardInterrupt
+        return receive(timeout)
+
+    monkeypatch.setattr(serve, "Endpoint", Noted)
+    flags = serve.parse([str(PRETRAINED), "--port", "0", "--device", "cpu"])
+    with ThreadPoolExecutor(1) as pool:
+        code = pool.submit(serve.main, *flags)
         try:
-            yield re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0]
+            yield made.get(timeout=60)
         finally:
-            os.kill(process.pid, signal.SIGINT)
-            assert process.wait() == 0
+            ended.set()
+    assert code.result() == 0
 
 
 def test_it_answers_as_the_policy_and_keeps_the_conversation(served):

@@ -4,7 +4,6 @@ import itertools
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from conftest import metrics_of
 
@@ -14,36 +13,27 @@ SMALL = """--num-updates 5 --num-prompts 2 --group-size 4 --eval-num-tasks 0
     --save-every 1 --max-tokens 16 --lr 1e-3 --entropy-coef 0.1 --device cpu""".split()
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """The weights while each update samples, and while it trains."""
-    sampling, training = [], []
+def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
+    runs, sampling, training = [], [], []  # the weights while each update samples, and trains
     collect, score = train.collect_rollouts, train.shape_rewards
 
-    def weights_of(run):
-        return torch.cat([w.detach().flatten().clone() for w in run.policy.trainable().values()])
+    def weights():
+        trained = runs[-1].policy.trainable().values()
+        return torch.cat([w.detach().flatten().clone() for w in trained])
 
     def collect_rollouts(cfg, run, update):
-        sampling.append(weights_of(run))
-        seen.run = run
+        runs.append(run)
+        sampling.append(weights())
         return collect(cfg, run, update)
 
     def shape_rewards(cfg, batch):
-        training.append(weights_of(seen.run))
+        training.append(weights())
         return score(cfg, batch)
-
-    def seen():
-        return sampling, training
 
     monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
     monkeypatch.setattr(train, "shape_rewards", shape_rewards)
-    return seen
-
-
-def test_samples_are_of_the_weights_of_some_updates_ago(command, seen):
     staleness, flags = 3, ("--staleness", 3, "--lora-rank", 4)
     assert command(*SMALL, *flags, "--run-name", "a")[0] == 0
-    sampling, training = seen()
     assert len(training) == 5
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
     for update in range(5):

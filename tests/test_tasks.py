@@ -1,22 +1,14 @@
 """Tasks depend on the seed and the update only."""
 
-import pytest
-
-from core.evaluation import trivial_accuracy
-from core.faults import UsageError
 from core.tasks import (
-    Task,
-    check_demonstrations,
     demo_tasks,
     eval_tasks,
     harder,
-    has_tools,
     next_level,
     train_tasks,
     with_difficulty,
 )
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
-from environments.plumbing import registry
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
 from environments.plumbing.registry import EnvSpec
 
 ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:difficulty=3"]
@@ -82,27 +74,3 @@ def test_the_curriculum_follows_the_training_accuracy():
     assert next_level(envs, 0, 0.0, target=0.8) == 0  # not below the given difficulty
     assert next_level([EnvSpec("math_qa:level=6")], 0, 1.0, target=0.8) == 0  # the highest level
     assert [harder(env, 5) for env in envs] == ["math_qa:level=6", "letter_counting:difficulty=6"]
-
-
-def test_environments_that_are_only_looked_at_are_closed(monkeypatch):
-    living = []
-
-    class Counted(Env):
-        def __init__(self):
-            living.append(self)
-
-        def reset(self, seed):
-            return []
-
-        def step(self, response):
-            raise NotImplementedError
-
-        def close(self):
-            living.remove(self)
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "counted", Counted)
-    assert not has_tools(EnvSpec("counted"))
-    with pytest.raises(UsageError, match="has no demonstrations"):
-        check_demonstrations(["counted"])
-    assert trivial_accuracy([Task("counted", 0, 0)], {}, None) is None
-    assert not living

@@ -7,22 +7,19 @@ every ratio is 1; before the second both sides get other weights, so that much i
 TRL pads prompts on the left and completions on the right in one batch; we cut micro-batches.
 """
 
-import copy
 import gc
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import save_small
-from single_update import single_update
+from single_update import gradients_of_update, moved
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import train
 from algorithms import grpo
 from core import config
 from core.loading import load_policy
-from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
 
 PROMPTS = ["Count", "What is the word on the left page?", "Move right"]
@@ -54,43 +51,32 @@ def weights(folder):
     """Those of the second step, and those of the reference: near the first and not the same."""
     sampled = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     generator = torch.Generator().manual_seed(0)
-
-    def near(distance):
-        noise = {n: torch.randn(w.shape, generator=generator) for n, w in sampled.items()}
-        return {n: w + distance * noise[n] for n, w in sampled.items()}
-
-    return {"present": near(0.04), "reference": near(0.02)}
+    return {name: moved(sampled, distance, generator)
+            for name, distance in (("present", 0.04), ("reference", 0.02))}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
 def draw(folder):
-    """Make rollouts of tokens drawn evenly, of unequal lengths; every other one has two turns."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    """Rollouts of tokens drawn evenly, of unequal lengths; every other one has two turns."""
+    tokenizer, rng, found = AutoTokenizer.from_pretrained(folder), random.Random(0), []
 
-    def rollouts():
-        rng = random.Random(0)
+    def turn(prompt_ids):
+        # TRL calls a completion cut off that doesn't end with the token that ends a turn
+        ids = [rng.randrange(256) for _ in range(rng.randint(2, 11))]
+        finish_reason = rng.choice(["stop", "stop", "length"])
+        ids += [tokenizer.eos_token_id] * (finish_reason == "stop")
+        logprobs = [-rng.uniform(5.0, 6.5) for _ in ids]
+        return Turn(prompt_ids, ids, logprobs, finish_reason, rng.choice([0.0, 0.25, 1.0]))
 
-        def turn(prompt_ids):
-            # TRL calls a completion cut off that doesn't end with the token that ends a turn
-            ids = [rng.randrange(256) for _ in range(rng.randint(2, 11))]
-            finish_reason = rng.choice(["stop", "stop", "length"])
-            ids += [tokenizer.eos_token_id] * (finish_reason == "stop")
-            logprobs = [-rng.uniform(5.0, 6.5) for _ in ids]
-            return Turn(prompt_ids, ids, logprobs, finish_reason, rng.choice([0.0, 0.25, 1.0]))
-
-        found = []
-        for i in range(ROLLOUTS):
-            group = i // GROUP
-            rollout = Rollout("test", "player", seed=group, group_id=group)
-            rollout.turns.append(turn(tokenizer(PROMPTS[group])["input_ids"]))
-            if i % 2:
-                first = rollout.turns[0]
-                answer = [rng.randrange(256) for _ in range(3)]  # of the environment, not trained
-                rollout.turns.append(turn(first.prompt_ids + first.completion_ids + answer))
-            found.append(rollout)
-        return found
-
-    return rollouts
+    for i in range(ROLLOUTS):
+        group = i // GROUP
+        rollout = Rollout("test", "player", seed=group, group_id=group)
+        rollout.turns.append(turn(tokenizer(PROMPTS[group])["input_ids"]))
+        if i % 2:
+            first = rollout.turns[0]
+            answer = [rng.randrange(256) for _ in range(3)]  # of the environment, not trained
+            rollout.turns.append(turn(first.prompt_ids + first.completion_ids + answer))
+        found.append(rollout)
+    return found
 
 
 def as_trl_has_it(rollouts):
@@ -163,20 +149,10 @@ def our_steps(folder, weights, rollouts, **changes):
     fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
     cfg = config.resolve(train.Config(**{**fixed, **changes}))
     config.validate(cfg)
-    policy, gradients = load_policy(str(folder), device="cpu"), []
+    policy = load_policy(str(folder), device="cpu")
     policy.micro_batch_tokens = 100
-    optimizer = make_optimizer(policy, 1e-3)
-
-    def step():
-        gradients.append(gradient_of(policy.model))
-        policy.model.load_state_dict(weights["present"])
-
-    optimizer.step = step
-    reference = replace(policy, model=copy.deepcopy(policy.model)) if cfg.kl_coef else None
-    if reference is not None:
-        reference.model.load_state_dict(weights["reference"])
-    metrics = single_update(cfg, policy, optimizer, rollouts, reference=reference)
-    return gradients, metrics
+    reference = weights["reference"] if cfg.kl_coef else None
+    return gradients_of_update(cfg, policy, rollouts, weights["present"], reference)
 
 
 LOSS_TYPES = {
@@ -201,8 +177,8 @@ def assert_same_steps(ours, theirs):
 
 # With GSPO, TRL multiplies the KL of a token by the ratio of its sequence, we by that of the token.
 @pytest.mark.parametrize(("variant", "beta"), [(v, BETA * (v != "gspo")) for v in LOSS_TYPES])
-def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
-    rollouts, kl = draw(), K3 if beta else {}
+def test_loss_and_gradient_equal_trl_s(folder, weights, variant, beta):
+    rollouts, kl = draw(folder), K3 if beta else {}
     algo = {"algo": variant}
     if variant not in ("gspo", "cispo"):
         algo = {"options": grpo.Options(variant)}
@@ -225,8 +201,8 @@ def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
         assert log["kl"] > 0.01
 
 
-def test_gdpo_equals_trl_s_normalize_then_sum(folder, weights, draw):
-    rollouts, rng = draw(), random.Random(1)
+def test_gdpo_equals_trl_s_normalize_then_sum(folder, weights):
+    rollouts, rng = draw(folder), random.Random(1)
     for i, rollout in enumerate(rollouts):
         rollout.info = {"reward_right": float(rng.random() < 0.3), "weight_brief": 0.5,
                         "reward_brief": None if i % 5 == 0 else rng.random()}  # fmt: skip

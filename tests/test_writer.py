@@ -56,14 +56,6 @@ def test_a_write_goes_on_beside_its_caller_who_then_sees_how_far_it_is(
     assert "waiting for the checkpoint to be written: 4 MB" in shown.getvalue()
 
 
-def test_a_quick_write_shows_nothing(writer, shown, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "PATIENCE", 60)
-    for _ in range(2):
-        writer.start(lambda: None, tmp_path, 1)
-        writer.wait()
-    assert shown.getvalue() == ""
-
-
 def test_the_error_of_a_write_is_raised_once_by_the_next_check(writer, tmp_path):
     writer.start(fail, tmp_path, 1)
     writer.thread.join()

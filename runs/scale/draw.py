@@ -46,8 +46,8 @@ def main() -> None:
     text(axis, 8.0, 2.45, "--overlap", 14, left=True, bold=True)
     bars(axis, 1.6, [(8.0, 1.4, 3), (9.4, 1.4, 4), (10.8, 1.4, 5), (12.2, 1.3, 6)], PALE_BLUE, "")
     bars(axis, 0.85, [(8.0, 0.9, 2), (9.4, 0.9, 3), (10.8, 0.9, 4), (12.2, 0.9, 5)], PALE_GREEN, "")
-    text(axis, 8.0, 0.4, "The weights that play update n are those from before training n - 1, in both.",
-         10.5, GREY, left=True)  # fmt: skip
+    rule = "The weights that play update n are those from before training n - 1, in both."
+    text(axis, 8.0, 0.4, rule, 10.5, GREY, left=True)
     figure.savefig(Path(__file__).with_name("scale.png"), dpi=110)
 
 
