@@ -6,8 +6,8 @@
 
 A task is an environment and a seed. A rollout is one agent's episode of a task: one or more turns,
 each a prompt and the completion that the policy (the model in training) sampled; its return is the
-sum of its rewards. The G rollouts of a task (--group-size) are a group; in a game, those of each
-agent are one. Each update samples the groups of P tasks (--num-prompts). It turns their rewards
+sum of its rewards. The G rollouts of a task (--group-size) are a group; in a game, each agent's
+are one. Each update samples the groups of P tasks (--num-prompts). It turns their rewards
 into advantages (how much better than expected a rollout did). Then it takes gradient steps, by
 default one.
 
@@ -16,17 +16,19 @@ with a constant learning rate of 5e-5, and no KL. In the only step of an update 
 the one that sampled, so the policy ratio is 1 and no clip acts: GRPO is then REINFORCE with the
 mean of the group as the baseline, divided by the group's standard deviation.
 
-Each sampled token has three log-probs: π_sampler, which the sampler reported; π_old, which the
-trainer computes before the first gradient step; and π, which it computes now. Sampler and trainer
-have the same weights, but their kernels round differently, so the importance weight π_old /
-π_sampler is only about 1. The policy ratio π / π_old is 1 until the first step.
+Each sampled token has three log-probs: π_sampler, which the sampler reported; π_old, the trainer's
+before the first gradient step (with a single step it is π, without gradient); and π, which the
+trainer computes now. By default sampler and trainer have the same weights, but their kernels round
+differently, so the importance weight π_old / π_sampler is only about 1. The policy ratio π / π_old
+is 1 until the first step.
 
 Shapes: a tensor [B, N] has one row per rollout and one column per sampled token, padded on the
 right. A forward pass works on a micro-batch: b sequences of T tokens, prompts included. A sequence
 is a rollout, or a part of one if the environment changed the context between turns.
 `micro_batches` copies [B, N] to [b, T-1], where column t has the values of token t+1, which the
 model predicts at position t. completion_mask marks the sampled tokens, loss_mask those of them
-that are trained on.
+that are trained on. A forward pass computes L hidden states of D numbers, one for each distinct
+beginning of a sequence.
 
 Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share.
 
@@ -100,7 +102,7 @@ def main(cfg: Config) -> int:
         for update in run.updates():
             # 1. Sample G rollouts for each of P tasks; the environment rewards each turn.
             #    `rollouts` are those to train on. With --staleness, an earlier update's weights
-            #    sample; with --overlap they did so while that update trained
+            #    sample; with --overlap, a thread did so while the last update trained
             with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
                 sampled, rollouts = run.ahead.take(run) or collect_rollouts(cfg, run, update)
             if cfg.overlap and update < cfg.num_updates:  # in a thread, while this update trains
@@ -162,7 +164,7 @@ def main(cfg: Config) -> int:
             metrics |= trace_tokens(
                 run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature
             )
-            run.ahead.wait()
+            run.ahead.wait()  # for the thread of --overlap, whose sampler must not change before
             run.sampler.sync()
 
             # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier

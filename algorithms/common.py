@@ -34,7 +34,7 @@ class TokenTensors:
     loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss; by default all
     turn_ids: Tensor = NOT_YET  # int64: the turn of a token; --credit episode: 0 everywhere
     group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of a group have the same number
-    rewards: Tensor = NOT_YET  # of a turn at its last token; --kl-in reward: minus the KL at each
+    rewards: Tensor = NOT_YET  # a turn's, at its last token; --kl-in reward subtracts each KL
     sampler_logprobs: Tensor = NOT_YET  # log-probs that the sampler reported, in nats
     old_logprobs: Tensor = NOT_YET  # of the trainer, before the first gradient step
     ref_logprobs: Tensor = NOT_YET  # under the reference policy
@@ -61,9 +61,9 @@ class Batch(TokenTensors):
 
     gamma: float = 1.0  # discount factor per turn
     # [B, J] float64: J rewards of an episode that the environment reports one by one, NaN where it
-    # has none, and their weights
+    # has none
     reward_parts: Tensor = NOT_YET
-    reward_weights: Tensor = NOT_YET
+    reward_weights: Tensor = NOT_YET  # their weights
     metrics: dict[str, float] = field(default_factory=dict)  # what the algorithm adds to the log
 
 
@@ -81,8 +81,8 @@ class Micro(TokenTensors):
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
     """Discounted return from each turn on, R_k = r_k + γ R_{k+1}, and which turns exist.
 
-    Returns [B, K] float64, whose rounding is far below ROUNDING, which `minus` removes, and [B, K]
-    bool. With --credit episode there is one turn (K = 1), and R is the sum of the rewards.
+    Returns [B, K] float64, which rounds by far less than ROUNDING (`minus` takes that for 0), and
+    [B, K] bool. With --credit episode there is one turn (K = 1), and R is the sum of the rewards.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
     >>> mask = turn_ids >= 0

@@ -72,7 +72,7 @@ class Options(LoopOptions):
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
     scale_rewards: Scale | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns, or by the
-    size of the mean of the group's, for returns that are not negative."""
+    absolute mean of the group's, for returns that are not negative."""
     clip_low: Annotated[float | None, Range(0, 1)] = None
     """Clip the ratio at 1 - clip_low; acts where the advantage is negative."""
     clip_high: Annotated[float | None, Range(0, 1000)] = None
@@ -104,8 +104,8 @@ def resolve(options: Any) -> Any:
 def compute_advantages(batch: Batch, options: Any) -> Tensor:
     """[B, N]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
-    Turn k is compared with turn k of all rollouts of the group, also of those whose tokens are not
-    in the loss. With --credit episode, the default, a rollout counts as one turn.
+    Turn k is compared with turn k of all rollouts of the group, also of those outside the
+    loss. With --credit episode, the default, a rollout counts as one turn.
 
     >>> mask, turn_ids = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64)
     >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
@@ -129,7 +129,7 @@ def compute_advantages(batch: Batch, options: Any) -> Tensor:
         variance = squares / (exists.sum(0) - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPS)
     elif options.scale_rewards == "mean":
-        advantages = advantages / baseline.abs().clamp(min=EPS)  # abs: keeps the sign of each
+        advantages = advantages / baseline.abs().clamp(min=EPS)  # abs: no sign is flipped
     advantages = advantages.gather(1, batch.turn_ids).type_as(batch.rewards)
     return torch.where(mask, advantages, 0.0)
 

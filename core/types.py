@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from environments.base import Message
 
-Kept = list[int] | bytes  # token ids; as bytes one bit for each id of the vocabulary, lowest first
+Kept = list[int] | bytes  # token ids; or one bit for each id of the vocabulary, id 0 first
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
 
 
@@ -27,7 +27,7 @@ class Completion:
     text: str  # without the end-of-turn token
     finish_reason: FinishReason
     # the ids that each token was drawn from, if a JSON schema, top-k or top-p left some out; None:
-    # all. Tokens with equal masks share the bytes
+    # all. Tokens with equal sets share the bytes
     kept_ids: list[Kept] | None = None
     error: str = ""  # why a server gave no completion: then its episode fails
 

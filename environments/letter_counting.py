@@ -13,7 +13,7 @@ Observation: one user message, for example
 
     How many r in "strawberry"? Work it out, then end with <answer>number</answer>.
 
-Reward of the one response. The answer is an integer; for several letters it is a JSON object:
+Reward of the one response. The answer is an integer, or for any number of letters a JSON object:
 
     0                           not exactly one <answer>..</answer> with such an answer
     0.1                         well-formed, but wrong
@@ -46,6 +46,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class LetterCounting(Env):
     """One question, one response. `difficulty`: 1 to 10."""
 
+    # what the log says about the metric info/worked
     meanings: Mapping[str, str] = {"worked": "fraction that spell the word"}
 
     def __init__(self, difficulty: int = 1):

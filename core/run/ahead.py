@@ -1,9 +1,8 @@
 """--overlap: while an update trains, a thread plays the episodes of the next one.
 
-The thread plays with the weights from before the update, as --staleness 1 does in turn, so both
-have the same metrics, to the bit; what --overlap saves is the time of the shorter of the two. The
-weights are those of a copy of the policy: with LoRA a copy of the adapters, else of all weights;
-`--sampler server` has its own.
+The thread plays with the weights from before the update. --staleness 1 does the same, first playing
+and then training, and has the same metrics, to the bit; --overlap saves the shorter of these times.
+The thread has a copy of the policy: with LoRA of its adapters, else of all weights.
 """
 
 import threading
@@ -44,13 +43,14 @@ class Ahead:
         """Begins to collect the next update's rollouts with the weights that the policy has now."""
         if self.policy is None:
             self.policy = copy_of(run.policy)
-        copy_weights(run.older[-1], self.policy.trainable())
+        copy_weights(run.older[-1], self.policy.trainable())  # they joined it in this update
         sampler = run.sampler
         if isinstance(sampler, TorchSampler):
             sampler = TorchSampler(self.policy, sampler.draw_function)
             sampler.say = run.say
-        rewarded.STATE.global_step = run.next_update  # updates that are complete by the next one
+        rewarded.STATE.global_step = run.next_update  # updates complete when the next begins
         progress = {**run.progress, "canary": run.canary[1]}  # as the update before leaves it
+        # `self` takes the place of the Interrupt: see check_alone
         self.run = replace(
             run, policy=self.policy, sampler=sampler, progress=progress, interrupt=self
         )
