@@ -77,8 +77,8 @@ def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tenso
 
     It is a mean over all sampled tokens, so that each counts the same, in long answers and short
     (as in DAPO, a variant of GRPO). The ratio is the probability of a token now, divided by that
-    when it was sampled. Here the two are equal, so it is 1, and its gradient is that of the log-
-    prob: in this file `logprobs` in its place would give the same step. train.py may take several
+    when it was sampled. Here it is 1, but its gradient is that of the log-prob: with `logprobs` in
+    the place of `ratio` this file would take the same step. train.py may take several
     steps with the same answers; from the second on the ratio is not 1 any more, and corrects for
     the change of the weights. The gradient pushes a token up where its answer has a positive
     advantage, and down where it is negative. All answers share the weights, so the sum of all
