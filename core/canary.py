@@ -51,9 +51,11 @@ def compare(
 
 
 @torch.no_grad()
-def score(policy: Policy, prompt: list[int], completion: list[int]) -> Tensor:
+def score(
+    policy: Policy, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> Tensor:
     """Log-probs of the completion's tokens after the prompt: [N] float32, on the CPU."""
     ids = torch.tensor([prompt + completion], device=policy.device)
     hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
-    logprobs = policy.to_logits(hidden).log_softmax(-1)
+    logprobs = (policy.to_logits(hidden) / temperature).log_softmax(-1)
     return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
