@@ -62,10 +62,6 @@ class Lost(RuntimeError):
     """A server did not answer, or not as vLLM does."""
 
 
-class Forgotten(RuntimeError):
-    """A server does not have the adapter: it was restarted."""
-
-
 @dataclass(eq=False)
 class Server:
     """One of vLLM's servers."""
@@ -73,6 +69,7 @@ class Server:
     url: str
     name: str = ""  # of the adapter that it has; "": unknown, or its model has to be compared
     lost: str = "not reached yet"  # why it gets no requests; "": it is well
+    failures: int = 0  # in a row
     calls: set["Call"] = field(default_factory=set)  # those that are open
     check_at: float = 0.0  # when to look at it again
     gap: float = 0.0  # |log-prob here - log-prob of the server|, mean, nats
@@ -167,6 +164,8 @@ class ServerSampler(Sampler):
         self.done = []
         for server in self.servers:
             server.calls.clear()
+            if server.lost:  # a look at it may have been given up
+                server.check_at = 0.0
 
     def stop(self) -> None:
         self.stopped = True
@@ -223,7 +222,7 @@ class ServerSampler(Sampler):
         well = [server for server in self.servers if server.name == self.name]
         while well and self.waiting:
             self._send(self.waiting.popleft(), well)
-        if not all(server.lost for server in self.servers) or not self.started:
+        if not all(server.failures > 1 for server in self.servers):
             self.alone_since = None
         elif self.alone_since is None:
             self.alone_since = monotonic()
@@ -236,14 +235,14 @@ class ServerSampler(Sampler):
         """Takes the outcome of a call. A server that failed is lost."""
         server, request = call.server, call.request
         try:
-            if error is not None:
+            if isinstance(error, (Lost, TimeLimit, UsageError)):
                 raise error
+            if error is not None:  # JSON of another form, or no JSON
+                raise Lost(_one_line(f"no answer of vLLM's: {type(error).__name__} {error}"))
             if request:
                 self.done.append((request, to_completion(self.policy, *answer)))
             else:
                 self._admit(server, answer)
-        except Forgotten as forgotten:
-            self._lose(call, str(forgotten), check_at=0.0)
         except (Lost, TimeLimit) as failure:
             self._lose(call, f"{failure}".removesuffix(" ()"))
         except UsageError as refusal:
@@ -251,15 +250,19 @@ class ServerSampler(Sampler):
                 raise UsageError(f"--base-url {server.url}: {refusal}") from None
             self._lose(call, str(refusal))  # it has changed; others may go on
 
-    def _lose(self, call: Call, why: str, check_at: float | None = None) -> None:
-        """Sends nothing to this server until it is well again; others get its requests."""
+    def _lose(self, call: Call, why: str) -> None:
+        """Sends nothing to this server until it is well again; others get its requests.
+
+        It is tried again at once, as it may just have lost the adapter, and then now and then.
+        """
         server = call.server
         if why != server.lost:
             self.say(f"{server.url}: {why}")
         calls = [call, *server.calls]
         self.waiting.extendleft(call.request for call in calls if call.request)
         server.lost, server.name, server.calls = why, "", set()
-        server.check_at = monotonic() + TRY_AGAIN_S if check_at is None else check_at
+        server.failures += 1
+        server.check_at = monotonic() + (TRY_AGAIN_S if server.failures > 1 else 0.0)
 
     def _look(self) -> None:
         """Begins to look at each server where that is due."""
@@ -278,7 +281,7 @@ class ServerSampler(Sampler):
             server.release = found["release"]
         if server.lost and self.started:
             self.say(f"{server.url} is back")
-        server.lost, server.name = "", self.name
+        server.lost, server.failures, server.name = "", 0, self.name
 
     def _compare(self, found: dict[str, Any]) -> float:
         """Mean |log-prob in training - log-prob of the server| of the tokens that it sampled."""
@@ -338,9 +341,8 @@ class ServerSampler(Sampler):
             return {}
         found: dict[str, Any] = {}
         if not has:
-            models = _json(self._ask(url, "/v1/models"))["data"]
-            release = _json(self._ask(url, "/version"))["version"]
-            found = {"length": models[0]["max_model_len"], "release": f"{release}"[:20]}
+            found["length"] = self._ask(url, "/v1/models").json()["data"][0]["max_model_len"]
+            found["release"] = f"{self._ask(url, '/version').json()['version']:.20}"
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         try:
             self._ask(url, "/v1/load_lora_adapter", body)
@@ -357,7 +359,7 @@ class ServerSampler(Sampler):
             body = {"model": name, "prompt": canary.TEXT, "add_special_tokens": False}
             found["tokens"] = None
             with suppress(UsageError):  # it needs no tokenizer: --skip-tokenizer-init
-                found["tokens"] = _json(self._ask(url, "/tokenize", body))["tokens"]
+                found["tokens"] = self._ask(url, "/tokenize", body).json()["tokens"]
             found["sampled"] = self._sample(
                 url, name, self._prompt(), canary.PARAMS.max_tokens, PROBE_TEMPERATURE, 0, []
             )
@@ -375,22 +377,18 @@ class ServerSampler(Sampler):
             # not those of the model's generation_config.json
             "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
         }  # fmt: skip
-        answer = _json(self._ask(url, "/v1/completions", body, self.limit))
-        try:
-            [choice] = answer["choices"]
-            model, reason = answer["model"], choice["finish_reason"]
-            ids, logprobs = choice.get("token_ids"), choice["logprobs"]["token_logprobs"]
-            if ids is None:
-                raise UsageError("it returns no token ids: vLLM 0.32 does")
-            if not (len(ids) == len(logprobs) > 0 and all(type(i) is int and i >= 0 for i in ids)):
-                raise ValueError
-            logprobs = [float(logprob) for logprob in logprobs]
-        except (LookupError, TypeError, ValueError, AttributeError):
-            raise Lost("its answer is no completion of vLLM's") from None
-        if model != name:
-            raise Forgotten(f"it sampled from {model!s:.80} in place of {name}")
-        if reason not in ("stop", "length"):
-            raise Lost(f"it ended a completion with the reason {reason!s:.80}")
+        answer = self._ask(url, "/v1/completions", body, self.limit).json()
+        [choice] = answer["choices"]
+        if answer["model"] != name:
+            raise Lost(_one_line(f"it sampled from {answer['model']}, not from {name}"))
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise Lost(_one_line(f"it ended a completion: {choice['finish_reason']}"))
+        if choice.get("token_ids") is None:
+            raise UsageError("it returns no token ids: vLLM 0.32 does")
+        ids = [int(i) for i in choice["token_ids"]]
+        logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
+        if not len(ids) == len(logprobs) > 0 or min(ids) < 0:
+            raise Lost("it returned other numbers of token ids and of log-probs")
         if len(ids) != limit and ids[-1] not in stop_ids:
             raise UsageError(f"it ended a completion after {len(ids)} of {limit} tokens: start it "
                              "with --generation-config vllm")  # fmt: skip
@@ -402,7 +400,7 @@ class ServerSampler(Sampler):
     def _ask(
         self, url: str, path: str, body: dict[str, Any] | None = None, timeout: float = QUICK_S
     ) -> httpx.Response:
-        """The answer of a server. Raises Lost, Forgotten, or UsageError for what it refuses."""
+        """The answer of a server. Raises Lost, or UsageError for what it refuses."""
         try:
             response = self.client.request(
                 "GET" if body is None else "POST", url + path, json=body,
@@ -417,7 +415,7 @@ class ServerSampler(Sampler):
             words, of_vllm = response.json()["error"]["message"], True
         words = _one_line(f"status {response.status_code}: {words}")
         if response.status_code == 404 and path == "/v1/completions" and of_vllm:
-            raise Forgotten("it has lost the adapter: it was restarted")
+            raise Lost("it has lost the adapter: it was restarted")
         loading = path == "/v1/load_lora_adapter" and of_vllm  # a rank that is too high has 500
         if response.status_code in (408, 429) or (response.status_code >= 500 and not loading):
             raise Lost(words)
@@ -440,13 +438,6 @@ def _noise(policy: Policy) -> Iterator[None]:
         with torch.no_grad():
             for weight, old in zip(weights, before, strict=True):
                 weight.copy_(old)
-
-
-def _json(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        raise Lost(_one_line(f"no JSON, but {response.text}")) from None
 
 
 def _api_key() -> str:

@@ -1,0 +1,315 @@
+"""ServerSampler against small servers that answer as vLLM does, and against vLLM's own.
+
+The small ones draw with a policy of their own, which reads the adapters from their files. vLLM's
+(`pytest -m vllm`) must have its build for CPUs.
+"""
+
+import json
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load_small, loopback, metrics_of
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file
+from test_sampler import trainer_gap
+
+from core import canary
+from core.extras import server_sampler
+from core.extras.server_sampler import ServerSampler
+from core.faults import NoServer, UsageError
+from core.sampler import Request, SamplingParams, TorchSampler
+from core.seeds import derive_seed
+
+PROMPTS = [[65, 66, 67]] * 4 + [[70, 71]] * 4
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
+OF_VLLM = "The model `x` does not exist."
+
+
+class VLLM(BaseHTTPRequestHandler):
+    """The paths that ServerSampler asks for. `server.instead(path, body)` may answer before them,
+    with (status, text); "gone" ends the connection without an answer."""
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        server, path = self.server, self.path
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        server.asked.append((path, body))
+        server.keys.add(self.headers.get("Authorization"))
+        answer = server.instead(path, body)
+        if answer == "gone":
+            return
+        if answer is None:
+            with server.lock:
+                answer = self.answer(path, body)
+        status, text = answer
+        text = text if isinstance(text, str) else json.dumps(text)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def answer(self, path, body):
+        server, name = self.server, body.get("lora_name", body.get("model"))
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "base", "max_model_len": server.length}]}
+        if path == "/tokenize":
+            ids = server.policy.tokenizer.encode(body["prompt"], add_special_tokens=False)
+            return 200, {"tokens": ids}
+        if path == "/v1/load_lora_adapter":
+            server.adapters[name] = load_file(Path(body["lora_path"], "adapter_model.safetensors"))
+        if path == "/v1/unload_lora_adapter":
+            del server.adapters[name]
+        if path != "/v1/completions":
+            return 200, {"version": "0.32.0"}
+        if name not in server.adapters and not server.takes_any_name:
+            return 404, {"error": {"message": OF_VLLM}}
+        weights = server.adapters.get(name)
+        zeros = {n: torch.zeros_like(w) for n, w in (weights or server.zeros).items()}
+        set_peft_model_state_dict(server.policy.model, weights or zeros)
+        server.zeros, server.policy.stop_ids = zeros, body["stop_token_ids"]
+        params = SamplingParams(body["max_tokens"], body["temperature"], seed=body["seed"])
+        [drawn] = TorchSampler(server.policy).sample([body["prompt"]], params)
+        logprobs, ids = drawn.logprobs, drawn.token_ids
+        if server.raw:
+            logprobs = canary.score(server.policy, body["prompt"], ids).tolist()
+        reason = "stop" if ids[-1] in body["stop_token_ids"] else "length"
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
+        return 200, {"model": name if weights else "base",
+                     "choices": [choice | {"finish_reason": reason}]}  # fmt: skip
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def servers(qwen3_folder, monkeypatch):
+    """Two servers. Lost ones are tried again at once."""
+    monkeypatch.setattr(server_sampler, "TRY_AGAIN_S", 0.0)
+    with loopback(VLLM) as one, loopback(VLLM) as two:
+        for server in (one, two):
+            server.policy, server.lock = load_small(qwen3_folder, lora_rank=4), threading.Lock()
+            server.adapters, server.length, server.keys = {}, 512, set()
+            server.raw = server.takes_any_name = False
+            server.instead = lambda path, body: None
+        yield [one, two]
+
+
+@pytest.fixture
+def start(servers, qwen3_folder, tmp_path):
+    """Starts a sampler for a policy with adapters that are not 0; the test's end closes it."""
+    started = []
+
+    def start_one(count=2):
+        policy = load_small(qwen3_folder, lora_rank=4)
+        learn(policy)
+        urls = ",".join(server.url for server in servers[:count])
+        started.append(ServerSampler(policy, urls, str(tmp_path / "adapters")))
+        started[-1].lines = []
+        started[-1].say = started[-1].lines.append
+        return started[-1]
+
+    yield start_one
+    for sampler in started:
+        if not sampler.client.is_closed:
+            sampler.close()
+
+
+def learn(policy):
+    with torch.no_grad():
+        for name, weight in policy.trainable().items():
+            weight += 0.3 * torch.randn_like(weight) if "lora_B" in name else 0
+
+
+def gap(sampler, completions):
+    return trainer_gap(sampler.policy, completions, PARAMS.temperature, PROMPTS).max()
+
+
+def asked(server, path="/v1/completions"):
+    return [body for found, body in server.asked if found == path]
+
+
+def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(start, servers, tmp_path):
+    sampler = start()
+    first = sampler.sample(PROMPTS, PARAMS)
+    old = sampler.name
+    for _ in range(2):
+        learn(sampler.policy)
+        sampler.sync()
+    new = sampler.sample(PROMPTS, PARAMS)
+    assert gap(sampler, new) < 1e-5 < 0.1 < gap(sampler, first)
+    stem = old.removesuffix("-v1")
+    assert sampler.name == f"{stem}-v3" and sampler.sync_seconds > 0
+    folder = tmp_path / "adapters"
+    assert {path.name for path in folder.iterdir()} == {f"{stem}-v2", f"{stem}-v3"}
+    for server in servers:
+        assert [*server.adapters] == [sampler.name]
+        bodies = asked(server)[1:]  # without the one that compares the models
+        assert [body["model"] for body in bodies] == [old] * 4 + [sampler.name] * 4
+    seeds = [body["seed"] for server in servers for body in asked(server)[1:]]
+    assert Counter(seeds) == Counter([derive_seed(5, i) % 2**31 for i in range(8)] * 2)
+    assert "2 vLLM server(s), 0.32.0" in sampler.remark
+    sampler.close()
+    assert not [*folder.iterdir()] and not servers[0].adapters
+
+
+def test_a_prompt_goes_to_the_server_that_had_it_and_a_new_one_to_the_idle_one(start, servers):
+    sampler = start()
+    with sampler:
+        sampler.sample(PROMPTS * 2, PARAMS)
+    prompts = [{tuple(body["prompt"]) for body in asked(server)[1:]} for server in servers]
+    assert sorted(map(len, prompts)) == [1, 1] and prompts[0] != prompts[1]
+    home = prompts.index({(65, 66, 67)})
+    sampler.add(Request([65, 66, 67, 68, 69], PARAMS, 5, 0))  # the next turn of the first
+    while not sampler.step():
+        pass
+    assert asked(servers[home])[-1]["prompt"] == [65, 66, 67, 68, 69]
+
+
+@pytest.mark.parametrize("takes_any_name", [False, True])
+def test_a_restarted_server_gets_the_adapter_again_before_a_token_counts(
+    start, servers, takes_any_name
+):
+    sampler = start(1)
+    [server, _] = servers
+    server.takes_any_name = takes_any_name  # VLLM_SKIP_MODEL_NAME_VALIDATION=1
+    server.adapters.clear()
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
+    assert len(asked(server, "/v1/models")) == 2  # it was compared again
+    why = "it sampled from base" if takes_any_name else "it has lost the adapter"
+    assert sampler.lines[0].startswith(f"{server.url}: {why}")
+    assert sampler.lines[1:] == [f"{server.url} is back"]
+
+
+PAGE = (200, "<h1>Sign in</h1>")
+WITHOUT = (200, {"model": "", "choices": []})
+
+
+@pytest.mark.parametrize("failure", ["gone", (503, "busy"), PAGE, WITHOUT], ids=str)
+def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, servers, failure):
+    sampler = start()
+    one, two = servers
+    expected = sampler.sample(PROMPTS, PARAMS)
+    one.asked.clear(), two.asked.clear()
+
+    def fail(path, body):
+        if path != "/v1/completions" or len(asked(one)) > 1:
+            return failure
+
+    one.instead = fail
+    assert sampler.sample(PROMPTS, PARAMS) == expected
+    assert f"{one.url}: " in sampler.lines[0] and len(asked(two)) >= 7
+    one.instead = lambda path, body: None
+    while sampler.lines[-1] != f"{one.url} is back":
+        sampler.step()
+    one.asked.clear()
+    with sampler:
+        assert sampler.sample(PROMPTS, PARAMS) == expected and asked(one)
+
+
+def test_a_request_that_hangs_is_answered_elsewhere(start, servers):
+    sampler, release = start(), threading.Event()
+    one, two = servers
+    one.instead = lambda path, body: release.wait() and None
+    expected = TorchSampler(sampler.policy).sample([[65]], PARAMS)
+    for number in range(2):
+        sampler.add(Request([65 + number], PARAMS, 5, number))
+    ended = []
+    while not (asked(one)[1:] and ended):
+        ended += sampler.step()
+    sampler.threads.limit = 0.0  # what is open now has been open for too long
+    sampler._advance()
+    sampler.threads.limit = 1e9
+    while len(ended) < 2:
+        ended += sampler.step()
+    assert any("no answer in" in line for line in sampler.lines)
+    assert {body["seed"] for body in asked(two)} >= {derive_seed(5, i) % 2**31 for i in range(2)}
+    release.set()
+    assert len(expected) == 1
+
+
+REFUSED = [
+    ({"raw": True}, None, "--logprobs-mode processed_logprobs"),
+    ({"length": 300}, None, "its --max-model-len is 300, that of this run 512"),
+    ({}, ("/tokenize", (200, {"tokens": [5, 6]})), "another tokenizer"),
+    ({}, ("/v1/load_lora_adapter", (404, {"detail": "Not Found"})), "--enable-lora"),
+    ({}, ("/v1/load_lora_adapter", (500, {"error": {"message": "rank 4"}})), "500: rank 4"),
+    ({}, ("/v1/models", (401, "who is secret-7?")), r"status 401: who is \[key\]\?"),
+    ({}, ("/v1/models", (307, "elsewhere")), "status 307"),
+]
+
+
+@pytest.mark.parametrize("state, instead, words", REFUSED)
+def test_a_server_that_does_not_suit_is_refused_in_one_line(
+    start, servers, state, instead, words, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    vars(servers[1]).update(state)
+    if instead:
+        servers[1].instead = lambda path, body: instead[1] if path == instead[0] else None
+    with pytest.raises(UsageError, match=f"^--base-url {servers[1].url}: .*{words}"):
+        start()
+    assert servers[1].keys == {"Bearer secret-7"} and not [*(tmp_path / "adapters").iterdir()]
+
+
+def test_a_server_with_another_model_is_refused_with_the_numbers(start, servers):
+    with torch.no_grad():
+        servers[0].policy.causal_lm.lm_head.weight *= 1.1
+    with pytest.raises(UsageError, match=r"16 tokens differ by \d.\de.* nats .*, 1e-04 is allowed"):
+        start()
+
+
+def test_without_any_server_the_run_waits_then_ends(start, servers, monkeypatch):
+    sampler = start()
+    for server in servers:
+        server.instead = lambda path, body: "gone"
+    sampler.add(Request([65], PARAMS))
+    while not any("waiting" in line for line in sampler.lines):
+        sampler.step()
+    sampler.stop()  # Ctrl-C: as if it had waited long enough
+    with pytest.raises(NoServer, match=f"{servers[0].url}: .*; {servers[1].url}: "):
+        while True:
+            sampler.step()
+
+
+RUN = """--lora-rank 4 --num-updates 3 --num-prompts 2 --group-size 4 --eval-num-tasks 4 --save-every 0
+    --max-tokens 16 --lr 1e-2 --entropy-coef 0.1 --device cpu --max-model-len 512
+    --sampler server --adapter-folder adapters""".split()
+
+
+def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
+    command, servers, qwen3_folder, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    urls = ",".join(server.url for server in servers)
+    flags = [*RUN, "--model-id", qwen3_folder, "--base-url", urls]
+    code, out, err = command(*flags, "--run-name", "whole")
+    assert (code, err) == (0, "")
+    whole = metrics_of("runs/whole")
+    assert [r for r in whole[1:] if r["gap/logprob_max"] > 1e-5 or "warnings" in r] == []
+    seen = len(servers[0].asked)
+
+    def end(path, body):  # in the middle of the last update
+        if sum("v3" in body.get("model", "") for s in servers for body in asked(s)) > 3:
+            monkeypatch.setattr(server_sampler, "WITHOUT_SERVER_S", 0.0)
+            return "gone"
+
+    for server in servers:
+        server.asked.clear()
+        server.instead = end
+    code, out, err = command(*flags, "--run-name", "a")
+    assert code == 1 and "no server answers" in err and "--resume runs/a" in err, seen
+    for server in servers:
+        server.instead = lambda path, body: None
+    code, _, err = command("--resume", "runs/a")
+    assert code == 0, err
+    assert metrics_of("runs/a") == whole
+    assert all(server.keys == {"Bearer secret-7"} for server in servers)
+    files = [path for path in Path().rglob("*") if path.is_file()]
+    assert len(files) > 9 and not any(b"secret-7" in path.read_bytes() for path in files)
+    assert "secret-7" not in out + err
