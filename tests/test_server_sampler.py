@@ -5,6 +5,11 @@ The small ones draw with a policy of their own, which reads the adapters from th
 """
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler
@@ -17,12 +22,16 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from test_sampler import trainer_gap
 
+import train
 from core import canary
 from core.extras import server_sampler
 from core.extras.server_sampler import ServerSampler
 from core.faults import NoServer, UsageError
+from core.loading import load_policy
+from core.run.log import read_records
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.seeds import derive_seed
+from core.tiny import PRETRAINED
 
 PROMPTS = [[65, 66, 67]] * 4 + [[70, 71]] * 4
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
@@ -120,10 +129,10 @@ def start(servers, qwen3_folder, tmp_path):
             sampler.close()
 
 
-def learn(policy):
+def learn(policy, step=0.3):
     with torch.no_grad():
         for name, weight in policy.trainable().items():
-            weight += 0.3 * torch.randn_like(weight) if "lora_B" in name else 0
+            weight += step * torch.randn_like(weight) if "lora_B" in name else 0
 
 
 def gap(sampler, completions):
@@ -190,7 +199,7 @@ PAGE = (200, "<h1>Sign in</h1>")
 WITHOUT = (200, {"model": "", "choices": []})
 
 
-@pytest.mark.parametrize("failure", ["gone", (503, "busy"), PAGE, WITHOUT], ids=str)
+@pytest.mark.parametrize("failure", ["gone", (503, "busy"), (404, "none"), PAGE, WITHOUT], ids=str)
 def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, servers, failure):
     sampler = start()
     one, two = servers
@@ -277,9 +286,9 @@ def test_without_any_server_the_run_waits_then_ends(start, servers, monkeypatch)
             sampler.step()
 
 
-RUN = """--lora-rank 4 --num-updates 3 --num-prompts 2 --group-size 4 --eval-num-tasks 4 --save-every 0
-    --max-tokens 16 --lr 1e-2 --entropy-coef 0.1 --device cpu --max-model-len 512
-    --sampler server --adapter-folder adapters""".split()
+RUN = """--lora-rank 4 --num-updates 3 --num-prompts 2 --group-size 4 --eval-num-tasks 4
+    --save-every 0 --max-tokens 16 --lr 1e-2 --entropy-coef 0.1 --max-model-len 512
+    --device cpu --sampler server --adapter-folder adapters""".split()
 
 
 def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
@@ -291,7 +300,7 @@ def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
     code, out, err = command(*flags, "--run-name", "whole")
     assert (code, err) == (0, "")
     whole = metrics_of("runs/whole")
-    assert [r for r in whole[1:] if r["gap/logprob_max"] > 1e-5 or "warnings" in r] == []
+    assert all(record["gap/logprob_max"] < 1e-5 for record in whole[1:])
     seen = len(servers[0].asked)
 
     def end(path, body):  # in the middle of the last update
@@ -304,6 +313,7 @@ def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
         server.instead = end
     code, out, err = command(*flags, "--run-name", "a")
     assert code == 1 and "no server answers" in err and "--resume runs/a" in err, seen
+    monkeypatch.setattr(server_sampler, "WITHOUT_SERVER_S", 600.0)
     for server in servers:
         server.instead = lambda path, body: None
     code, _, err = command("--resume", "runs/a")
@@ -313,3 +323,99 @@ def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
     files = [path for path in Path().rglob("*") if path.is_file()]
     assert len(files) > 9 and not any(b"secret-7" in path.read_bytes() for path in files)
     assert "secret-7" not in out + err
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Engine:
+    """vLLM's own server with the weights of tiny, in a process group of its own."""
+
+    def __init__(self):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self):
+        # vLLM's build for CPUs ends if it cuts the prompt of a request with a seed into chunks
+        flags = f"""--model {PRETRAINED} --host 127.0.0.1 --port {self.port} --max-model-len 512
+            --enable-lora --max-loras 1 --max-lora-rank 8 --logprobs-mode processed_logprobs
+            --dtype float32 --no-enable-chunked-prefill --max-num-batched-tokens 4096""".split()
+        own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1",
+               "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1",
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # fmt: skip
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+        self.process = subprocess.Popen(command, env=os.environ | own, start_new_session=True)
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def engines():
+    started = [Engine(), Engine()]
+    yield started
+    for engine in started:
+        engine.kill()
+
+
+@pytest.mark.vllm
+def test_draws_of_vllm_have_the_probabilities_of_the_policy(engines, tmp_path):
+    """A χ² test of 2,000 first tokens: 16 tokens with the most, and all others."""
+    policy = load_policy(str(PRETRAINED), device="cpu", max_length=512, lora_rank=8)
+    learn(policy, 0.02)
+    prompt, params = [65, 66, 67], SamplingParams(max_tokens=1, temperature=2.0, seed=3)
+    sampler = ServerSampler(policy, ",".join(e.url for e in engines), str(tmp_path / "adapters"))
+    drawn = Counter(c.token_ids[0] for c in sampler.sample([prompt] * 2000, params))
+    sampler.close()
+    with torch.no_grad():
+        logits = policy.to_logits(policy.hidden_states(torch.tensor([prompt]))[0, -1:])[0]
+    likely, ids = (logits / params.temperature).softmax(-1).topk(16)
+    expected = [2000 * p for p in [*likely.tolist(), 1 - likely.sum().item()]]
+    found = [drawn[i] for i in ids.tolist()]
+    found.append(2000 - sum(found))
+    assert min(expected) > 5
+    chi2 = sum((f - e) ** 2 / e for f, e in zip(found, expected, strict=True))
+    assert chi2 < 39.3  # 16 degrees of freedom: exceeded once in 1,000 seeds
+
+
+@pytest.mark.vllm
+def test_a_run_learns_on_vllms_servers_while_one_is_killed_and_comes_back(
+    engines, command, monkeypatch
+):
+    monkeypatch.setattr(server_sampler, "TRY_AGAIN_S", 0.2)
+    send, collect, now = ServerSampler._send, train.collect_rollouts, Counter()
+
+    def kill_in_update_3(sampler, *arguments):
+        now["sent"] += 1
+        send(sampler, *arguments)
+        if now["update"] == 3 and now["sent"] == 100:
+            engines[1].kill()
+            engines[1].start()
+
+    def wait_in_update_6(cfg, run, update):
+        now.update(update=1, sent=-now["sent"])
+        while update == 6 and any(server.lost for server in run.sampler.servers):
+            run.sampler.step()
+        return collect(cfg, run, update)
+
+    monkeypatch.setattr(ServerSampler, "_send", kill_in_update_3)
+    monkeypatch.setattr(train, "collect_rollouts", wait_in_update_6)
+    code, out, err = command(
+        *"--lora-rank 8 --lr 1e-3 --num-updates 8 --eval-every 0 --eval-num-tasks 128".split(),
+        *"--max-model-len 512 --device cpu --run-name a --sampler server".split(),
+        *("--adapter-folder", "adapters", "--base-url", ",".join(e.url for e in engines)),
+    )
+    assert (code, err) == (0, "")
+    assert f"{engines[1].url}: " in out and f"{engines[1].url} is back" in out
+    first, *updates = metrics_of("runs/a")
+    assert [r["update"] for r in updates] == [*range(1, 9)]
+    assert all(r["gap/logprob_mean"] < 1e-5 for r in updates)
+    rollouts = read_records(Path("runs/a/rollouts.jsonl"))
+    assert not [r for r in rollouts if r["error"]]
+    name = "eval/letter_counting/accuracy"
+    assert updates[-1][name] > first[name] + 0.3

@@ -103,13 +103,14 @@ class ServerSampler(Sampler):
         self.alone_since: float | None = None  # when the last server was lost
         self.stopped = self.started = False
         self.limit = PATIENCE_S + TOKEN_S * policy.max_length
-        self.threads = Threads(PER_SERVER * len(self.servers), self.limit, interrupts=False)
+        # twice as many: a call to a lost server occupies its thread for a while
+        threads = 2 * PER_SERVER * len(self.servers)
+        self.threads = Threads(threads, self.limit, interrupts=False)
         self.threads.slow.add(CALL)  # so each call has a thread
         self.client = httpx.Client(
             headers={"Authorization": f"Bearer {_api_key()}"} if _api_key() else {},
             trust_env=False,
             follow_redirects=False,  # to no other host
-            timeout=httpx.Timeout(self.limit, connect=QUICK_S),
             # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
             limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
         )
@@ -194,7 +195,8 @@ class ServerSampler(Sampler):
         def write() -> None:
             part, target = self.folder / f".{self.name}", self.folder / self.name
             part.mkdir(parents=True)
-            self.policy.model.save_pretrained(part)
+            # True or "auto" would ask the Hub about the base model, at each update
+            self.policy.model.save_pretrained(part, save_embedding_layers=False)
             part.rename(target)
             self._remove(self.version - 2)
 
@@ -219,9 +221,8 @@ class ServerSampler(Sampler):
                 call.server.calls.discard(call)
                 self._read(call, answer, error)
         self._look()
-        well = [server for server in self.servers if server.name == self.name]
-        while well and self.waiting:
-            self._send(self.waiting.popleft(), well)
+        while self.waiting and (free := [s for s in self.servers if self._has_room(s)]):
+            self._send(self.waiting.popleft(), free)
         if not all(server.failures > 1 for server in self.servers):
             self.alone_since = None
         elif self.alone_since is None:
@@ -230,6 +231,9 @@ class ServerSampler(Sampler):
         elif self.stopped or monotonic() - self.alone_since > WITHOUT_SERVER_S:
             reasons = "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
             raise NoServer(f"no server answers: {reasons}")
+
+    def _has_room(self, server: Server) -> bool:
+        return server.name == self.name and len(server.calls) < PER_SERVER
 
     def _read(self, call: Call, answer: Any, error: BaseException | None) -> None:
         """Takes the outcome of a call. A server that failed is lost."""
@@ -315,12 +319,12 @@ class ServerSampler(Sampler):
         ids: list[int] = self.policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         return ids
 
-    def _send(self, request: Request, well: list[Server]) -> None:
+    def _send(self, request: Request, free: list[Server]) -> None:
         """Sends a request to the server that had its prompt, or has the fewest requests."""
-        least = min(well, key=lambda server: len(server.calls))
+        least = min(free, key=lambda server: len(server.calls))
         prompt = tuple(request.prompt)
         home = self.homes.get(request.stream, self.homes.get(prompt, least))
-        if home not in well or len(home.calls) > len(least.calls) + AHEAD:
+        if home not in free or len(home.calls) > len(least.calls) + AHEAD:
             home = least
         self.homes[prompt] = self.homes[request.stream] = home
         call = Call(home, request)
@@ -343,9 +347,9 @@ class ServerSampler(Sampler):
         if not has:
             found["length"] = self._ask(url, "/v1/models").json()["data"][0]["max_model_len"]
             found["release"] = f"{self._ask(url, '/version').json()['version']:.20}"
-        body = {"lora_name": name, "lora_path": str(self.folder / name)}
+        path = str(self.folder / name)
         try:
-            self._ask(url, "/v1/load_lora_adapter", body)
+            self._ask(url, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except UsageError as error:
             if "Not Found" in str(error):
                 raise UsageError("it loads no adapters: start it with --enable-lora and "
@@ -356,9 +360,9 @@ class ServerSampler(Sampler):
             with suppress(UsageError):  # another rank did
                 self._unload(url, has)
         else:
-            body = {"model": name, "prompt": canary.TEXT, "add_special_tokens": False}
             found["tokens"] = None
-            with suppress(UsageError):  # it needs no tokenizer: --skip-tokenizer-init
+            with suppress(UsageError, Lost):  # it needs no tokenizer: --skip-tokenizer-init
+                body = {"prompt": canary.TEXT, "add_special_tokens": False}
                 found["tokens"] = self._ask(url, "/tokenize", body).json()["tokens"]
             found["sampled"] = self._sample(
                 url, name, self._prompt(), canary.PARAMS.max_tokens, PROBE_TEMPERATURE, 0, []
@@ -418,6 +422,8 @@ class ServerSampler(Sampler):
             raise Lost("it has lost the adapter: it was restarted")
         loading = path == "/v1/load_lora_adapter" and of_vllm  # a rank that is too high has 500
         if response.status_code in (408, 429) or (response.status_code >= 500 and not loading):
+            raise Lost(words)
+        if self.started and not of_vllm:  # a page of what stands between, such as its 404
             raise Lost(words)
         raise UsageError(words)
 
