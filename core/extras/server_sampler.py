@@ -55,6 +55,7 @@ WITHOUT_SERVER_S = 600.0  # how long a run waits for a server before it ends
 PER_SERVER = 256  # requests that are sent to one server at once; it batches them
 AHEAD = 32  # open requests that a server may have more than another, for the sake of its cache
 PROBE_TEMPERATURE = 0.7  # unlike 1, it shows log-probs of another temperature
+LOAD, UNLOAD, SAMPLE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
 CALL = ("", "call")  # the kind of all calls of the threads
 
 
@@ -96,6 +97,8 @@ class ServerSampler(Sampler):
             raise UsageError("OPENAI_API_KEY has characters that no header can hold")
         self.policy, self.folder = policy, Path(adapter_folder).absolute()
         self.servers = [Server(url) for url in server_urls(base_url)]
+        # the text after which servers and trainer are compared
+        self.text: list[int] = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         self.waiting = deque[Request]()  # for a server
         self.done: list[tuple[Request, Completion]] = []
         # the server that had a prompt or a stream of this round, whose cache knows its beginning
@@ -182,7 +185,7 @@ class ServerSampler(Sampler):
         for server in self.servers if distributed.rank() == 0 else []:
             with suppress(Lost, UsageError):
                 if not server.lost:
-                    self._unload(server.url, server.name, timeout=2.0)
+                    self._ask(server.url, UNLOAD, {"lora_name": server.name}, timeout=2.0)
         self.client.close()
         for version in (self.version - 1, self.version):
             self._remove(version)
@@ -221,7 +224,10 @@ class ServerSampler(Sampler):
                 call.server.calls.discard(call)
                 self._read(call, answer, error)
         self._look()
-        while self.waiting and (free := [s for s in self.servers if self._has_room(s)]):
+        while self.waiting:
+            free = [s for s in self.servers if s.name == self.name and len(s.calls) < PER_SERVER]
+            if not free:
+                break
             self._send(self.waiting.popleft(), free)
         if not all(server.failures > 1 for server in self.servers):
             self.alone_since = None
@@ -231,9 +237,6 @@ class ServerSampler(Sampler):
         elif self.stopped or monotonic() - self.alone_since > WITHOUT_SERVER_S:
             reasons = "; ".join(f"{server.url}: {server.lost}" for server in self.servers)
             raise NoServer(f"no server answers: {reasons}")
-
-    def _has_room(self, server: Server) -> bool:
-        return server.name == self.name and len(server.calls) < PER_SERVER
 
     def _read(self, call: Call, answer: Any, error: BaseException | None) -> None:
         """Takes the outcome of a call. A server that failed is lost."""
@@ -293,13 +296,13 @@ class ServerSampler(Sampler):
         if length < policy.max_length:
             raise UsageError(f"its --max-model-len is {length}, that of this run "
                              f"{policy.max_length}: raise the one or lower the other")  # fmt: skip
-        if found["tokens"] not in (None, self._prompt()):
+        if found["tokens"] not in (None, self.text):
             raise UsageError("it has another tokenizer than --model-id")
         ids, logprobs = found["sampled"]
         if max(ids) >= policy.causal_lm.config.get_text_config().vocab_size:
             raise UsageError("it has another vocabulary than --model-id")
         at, at_1 = (
-            (canary.score(policy, self._prompt(), ids, temperature) - torch.tensor(logprobs))
+            (canary.score(policy, self.text, ids, temperature) - torch.tensor(logprobs))
             .abs().mean().item() for temperature in (PROBE_TEMPERATURE, 1.0)
         )  # fmt: skip
         limit = MAX_GAP.get(policy.dtype, MAX_GAP[torch.float32])
@@ -313,11 +316,6 @@ class ServerSampler(Sampler):
             f"{limit:.0e} is allowed: it has another model than --model-id, or another --dtype "
             f"than {str(policy.dtype).removeprefix('torch.')}"
         )
-
-    def _prompt(self) -> list[int]:
-        """The text for which servers and trainer are compared."""
-        ids: list[int] = self.policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
-        return ids
 
     def _send(self, request: Request, free: list[Server]) -> None:
         """Sends a request to the server that had its prompt, or has the fewest requests."""
@@ -349,7 +347,7 @@ class ServerSampler(Sampler):
             found["release"] = f"{self._ask(url, '/version').json()['version']:.20}"
         path = str(self.folder / name)
         try:
-            self._ask(url, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+            self._ask(url, LOAD, {"lora_name": name, "lora_path": path})
         except UsageError as error:
             if "Not Found" in str(error):
                 raise UsageError("it loads no adapters: start it with --enable-lora and "
@@ -358,15 +356,14 @@ class ServerSampler(Sampler):
                 raise
         if has:
             with suppress(UsageError):  # another rank did
-                self._unload(url, has)
+                self._ask(url, UNLOAD, {"lora_name": has})
         else:
             found["tokens"] = None
             with suppress(UsageError, Lost):  # it needs no tokenizer: --skip-tokenizer-init
                 body = {"prompt": canary.TEXT, "add_special_tokens": False}
                 found["tokens"] = self._ask(url, "/tokenize", body).json()["tokens"]
-            found["sampled"] = self._sample(
-                url, name, self._prompt(), canary.PARAMS.max_tokens, PROBE_TEMPERATURE, 0, []
-            )
+            limit = canary.PARAMS.max_tokens
+            found["sampled"] = self._sample(url, name, self.text, limit, PROBE_TEMPERATURE, 0, [])
         return found
 
     def _sample(
@@ -381,7 +378,7 @@ class ServerSampler(Sampler):
             # not those of the model's generation_config.json
             "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
         }  # fmt: skip
-        answer = self._ask(url, "/v1/completions", body, self.limit).json()
+        answer = self._ask(url, SAMPLE, body, self.limit).json()
         [choice] = answer["choices"]
         if answer["model"] != name:
             raise Lost(_one_line(f"it sampled from {answer['model']}, not from {name}"))
@@ -397,9 +394,6 @@ class ServerSampler(Sampler):
             raise UsageError(f"it ended a completion after {len(ids)} of {limit} tokens: start it "
                              "with --generation-config vllm")  # fmt: skip
         return ids, logprobs
-
-    def _unload(self, url: str, name: str, timeout: float = QUICK_S) -> None:
-        self._ask(url, "/v1/unload_lora_adapter", {"lora_name": name}, timeout)
 
     def _ask(
         self, url: str, path: str, body: dict[str, Any] | None = None, timeout: float = QUICK_S
@@ -418,14 +412,13 @@ class ServerSampler(Sampler):
         with suppress(ValueError, LookupError, TypeError):
             words, of_vllm = response.json()["error"]["message"], True
         words = _one_line(f"status {response.status_code}: {words}")
-        if response.status_code == 404 and path == "/v1/completions" and of_vllm:
+        if response.status_code == 404 and path == SAMPLE and of_vllm:
             raise Lost("it has lost the adapter: it was restarted")
-        loading = path == "/v1/load_lora_adapter" and of_vllm  # a rank that is too high has 500
-        if response.status_code in (408, 429) or (response.status_code >= 500 and not loading):
-            raise Lost(words)
-        if self.started and not of_vllm:  # a page of what stands between, such as its 404
-            raise Lost(words)
-        raise UsageError(words)
+        refuses = response.status_code not in (408, 429) and response.status_code < 500
+        # a rank that is too high has the status 500; a 404 may be of what stands between
+        if (path == LOAD and of_vllm) or (refuses and (of_vllm or not self.started)):
+            raise UsageError(words)
+        raise Lost(words)
 
 
 @contextmanager
