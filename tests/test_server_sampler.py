@@ -263,8 +263,8 @@ def test_a_server_that_does_not_suit_is_refused_in_one_line(
 
 
 RUN = """--lora-rank 4 --num-updates 3 --num-prompts 2 --group-size 4 --eval-num-tasks 4
-    --save-every 0 --max-tokens 16 --lr 1e-2 --entropy-coef 0.1 --max-model-len 512
-    --device cpu --sampler server --adapter-folder adapters""".split()
+    --save-every 0 --eval-every 0 --max-tokens 16 --lr 1e-2 --entropy-coef 0.1
+    --max-model-len 512 --device cpu --sampler server --adapter-folder adapters""".split()
 
 
 def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
