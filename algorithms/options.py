@@ -27,7 +27,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Needs:
-    """The setting, or its value (sampler=openai), without which a setting has no effect."""
+    """The setting, or its values (sampler=openai server), without which a setting has no effect."""
 
     setting: str
 

@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=16)  # at temperature 1, always with the same
 # in machine epsilons, in nats: 0.5 in bfloat16, where kernels that round differently give SmolLM2's
 # tokens log-probs that differ by 0.04 on average and by up to 0.7; 8e-6 in float32
 ROUNDING = 64
-FEWEST = 8  # tokens to compare: among fewer, one that rounding moves far decides
+FEWEST = 8  # tokens that have to move by ROUNDING, or fewer further: one may be moved by rounding
 
 
 def compare(
@@ -33,7 +33,7 @@ def compare(
 
     Samples a continuation of TEXT. Equal weights draw the same tokens, and weights that have moved
     a little mostly do; only tokens that were drawn the last time, too, are compared. There is no
-    metric if these are fewer than FEWEST, or have moved by less than ROUNDING (root mean square).
+    metric if these have not moved by ROUNDING (root mean square), at least as far as FEWEST would.
     """
     prompt = policy.tokenizer.encode(TEXT, add_special_tokens=False)
     prompt = prompt[: max(1, policy.max_length - PARAMS.max_tokens)]
@@ -45,15 +45,18 @@ def compare(
     moved = now[:n] - torch.tensor(before.get("logprobs", [])[:n], dtype=now.dtype)
     lacking = now[:n] - torch.tensor(drawn.logprobs[:n], dtype=now.dtype)
     metrics = {}
-    if n >= FEWEST and moved.square().mean().sqrt() > ROUNDING * torch.finfo(policy.dtype).eps:
+    rounding = ROUNDING * torch.finfo(policy.dtype).eps
+    if moved.square().sum() > max(n, FEWEST) * rounding**2:
         metrics["gap/canary"] = (lacking @ moved / (moved @ moved)).item()
     return metrics, {"token_ids": drawn.token_ids, "logprobs": now.tolist()}
 
 
 @torch.no_grad()
-def score(policy: Policy, prompt: list[int], completion: list[int]) -> Tensor:
+def score(
+    policy: Policy, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> Tensor:
     """Log-probs of the completion's tokens after the prompt: [N] float32, on the CPU."""
     ids = torch.tensor([prompt + completion], device=policy.device)
     hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
-    logprobs = policy.to_logits(hidden).log_softmax(-1)
+    logprobs = (policy.to_logits(hidden) / temperature).log_softmax(-1)
     return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()

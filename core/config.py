@@ -142,10 +142,13 @@ class SamplingOptions:
     overlap: bool = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
-    # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
-    sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"
-    # URL of the server that --sampler openai evaluates.
-    base_url: Annotated[str, Needs("sampler=openai")] = ""
+    # auto: vllm on a CUDA GPU if it is installed, otherwise torch; server: vLLM's servers, with
+    # --lora-rank; openai: evaluation only.
+    sampler: Literal["auto", "torch", "vllm", "server", "openai"] = "auto"
+    # URL of the server that --sampler openai evaluates, or URL,URL,.. of those of --sampler server.
+    base_url: Annotated[str, Needs("sampler=openai server")] = ""
+    # Folder in which trainer and servers of --sampler server see the same files: the adapters.
+    adapter_folder: Annotated[str, Needs("sampler=server")] = ""
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
     # Run vLLM without torch.compile and CUDA graphs: starts sooner, samples more slowly.
@@ -302,7 +305,7 @@ ALIASES = {"learning_rate": "lr", "environment": "env", "max_steps": "num_update
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track stop_on run_name".split(),
-    *"env_timeout base_url eval_every eval_num_tasks".split(),
+    *"env_timeout base_url adapter_folder eval_every eval_num_tasks".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     *"shard_optimizer overlap".split(),
     *"gpu_memory_utilization vllm_eager".split(),
@@ -312,9 +315,10 @@ SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".sp
 # Settings, with some values or any but the default, that contradict each other, or of which one has
 # no effect
 CONFLICTS = [
-    ("quantize", "sampler=openai vllm"), ("quantize", "dtype=float64"),
-    ("top_k", "sampler=openai"), ("template_options", "sampler=openai"),
-    ("dtype=float64", "sampler=vllm"), ("vllm_eager", "sampler=torch openai"),
+    ("quantize", "sampler=openai vllm server"), ("quantize", "dtype=float64"),
+    ("top_k", "sampler=openai server"), ("top_p", "sampler=server"),  # which tokens were kept?
+    ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
+    ("vllm_eager", "sampler=torch openai server"),
     ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
     ("optimizer=adamw_bf16_sr", "dtype=float64 float32 float16"),
     ("optimizer=adamw_bf16_sr", "lora_rank"), ("optimizer=adamw_bf16_sr", "offload_optimizer"),
@@ -325,7 +329,8 @@ CONFLICTS = [
 REFUSED = {
     "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
     "reward_parts": ["gamma", "overlong_buffer", "kl_in"], "no_kl_in_reward": ["kl_in"],
-    "weighted_kl": ["kl_in", "kl_estimator"], "draw": ["top_p", "top_k", "sampler=vllm openai"],
+    "weighted_kl": ["kl_in", "kl_estimator"],
+    "draw": ["top_p", "top_k", "sampler=vllm server openai"],
 }  # fmt: skip
 OWN = {"draw": "draws tokens itself, with torch",
        "weighted_kl": "has a KL of its own, a term of the loss"}  # fmt: skip
@@ -343,7 +348,8 @@ def resolve(cfg: Config) -> Config:
     `max_tokens_per_micro_batch` may stay None: then `core/run/memory.py` chooses it. Imports the
     algorithm; raises UsageError if that fails.
     """
-    folders = {name: os.path.expanduser(getattr(cfg, name)) for name in ("model_id", "teacher")}
+    named = ("model_id", "teacher", "adapter_folder")
+    folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
     algorithm = load_algorithm(cfg.algo)
     options = cfg.options or algorithm.Options()
@@ -392,7 +398,8 @@ def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
     if RUNS.resolve() in file.resolve().parents:
         return ""
     specs = (*settings.get("env", ()), *settings.get("eval_env", ()))
-    urls = [settings.get("base_url", "")] if settings.get("sampler") == "openai" else []
+    asks = settings.get("sampler") in ("openai", "server")
+    urls = [settings.get("base_url", "")] if asks else []
     # a backslash: JSON may hide the address
     urls += [s for s in specs if "opponent" in s and {"@", "\\"} & {*s}]
     found = [f"run {spec}" for spec in specs if runs_code(spec)]
@@ -405,6 +412,16 @@ def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
 def trust_flags(settings: Mapping[str, Any], file: Path) -> list[str]:
     """The flags that a command needs that reads these settings from `file`."""
     return ["--trust"] if needs_trust(settings, file) else []
+
+
+def server_urls(text: str) -> list[str]:
+    """The addresses in --base-url, each once, without the /v1 that the paths begin with.
+
+    >>> server_urls("http://one:8000/v1, http://two:8000/")
+    ['http://one:8000', 'http://two:8000']
+    """
+    urls = [url.strip().rstrip("/").removesuffix("/v1") for url in text.split(",")]
+    return [*dict.fromkeys(filter(None, urls))]
 
 
 def similar(name: str, names: Iterable[str]) -> str:
@@ -481,8 +498,8 @@ def _problems(cfg: Config) -> Iterator[str]:
     for name, other in facts_of(Needs, Config).items():
         setting, _, value = other.setting.partition("=")
         found = getattr(cfg, setting)
-        if is_set(cfg, name) and not (found == value if value else found):
-            words = f"{flag(setting)} {value}".strip()
+        if is_set(cfg, name) and not (found in value.split() if value else found):
+            words = f"{flag(setting)} {' or '.join(value.split())}".strip()
             yield f"{flag(name)} works only with {words}: add that, or remove {flag(name)}"
     for one, two in CONFLICTS:
         if is_set(cfg, one) and is_set(cfg, two):
@@ -498,6 +515,15 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
     if cfg.overlap and opponents(cfg):
         yield "--overlap: opponents take turns with the training: remove one of them"
+    if cfg.sampler == "server":
+        if not (cfg.base_url and cfg.adapter_folder):
+            yield ("--sampler server needs --base-url http://HOST:8000,.. and --adapter-folder "
+                   "DIR, where the servers find the adapters")  # fmt: skip
+        if not cfg.lora_rank:
+            yield ("--sampler server sends LoRA adapters; all weights need vLLM's weight transfer, "
+                   "which is not built: add --lora-rank")  # fmt: skip
+        for url in server_urls(cfg.base_url):
+            yield from _url_problems(url, "--base-url")
     yield from _task_problems(cfg)
     yield from _opponent_problems(cfg)
     yield from _algorithm_problems(cfg)

@@ -24,6 +24,10 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or says_so
 
 
+class NoServer(Fault):
+    """No server of --sampler server has answered for a while."""
+
+
 class RankLost(Fault):
     """Another process of torchrun ended; it may know why."""
 

@@ -24,6 +24,8 @@ from core.faults import UsageError
 from environments.plumbing.installed import NEEDED
 
 ROOT = Path(__file__).parent.parent
+SERVER = {"sampler": "server", "base_url": "http://127.0.0.1:9", "adapter_folder": "a",
+          "lora_rank": 4}  # fmt: skip
 SETTINGS = [  # invalid settings, and what the message names
     ({"lr": math.nan}, "--lr"),  # the range of a number
     ({"algo": "ppo", "options": PpoOptions(gae_lambda=95)}, "--ppo.gae-lambda"),
@@ -41,6 +43,10 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"algo": "kl_cov"}, "--num-minibatches"),
     ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
     ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
+    (SERVER | {"adapter_folder": ""}, "--adapter-folder"),
+    (SERVER | {"base_url": "http://127.0.0.1:9,localhost"}, "'localhost'"),
+    (SERVER | {"lora_rank": 0}, "add --lora-rank"),
+    (SERVER | {"top_p": 0.9}, "--top-p 0.9 does not go with --sampler server"),
 ]
 
 COMMANDS = [  # a command line, and what its message names

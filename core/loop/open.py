@@ -19,7 +19,7 @@ from core.algorithm import FOLDER, name_of, title_of
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
-from core.faults import Stopped, UsageError
+from core.faults import NoServer, Stopped, UsageError
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.loop.run import Run
@@ -78,6 +78,11 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                     interrupted = True
                     if cfg.sampler != "openai":
                         saved = run.save()
+                except NoServer as error:
+                    if run.is_sampling and distributed.num_ranks() == 1:
+                        run.save()
+                    command = run.outputs.resume_command()
+                    raise NoServer(f"{error}; resume with: {command}") from None
             if interrupted and cfg.sampler == "openai":  # the pages would take seconds
                 raise Stopped(f"stopped; the episodes that ended are in {folder}/rollouts.jsonl")
             if is_writer:
@@ -219,6 +224,10 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) ->
         from core.extras.openai_sampler import OpenAISampler
 
         return OpenAISampler(policy, cfg.base_url, cfg.model_id)
+    if cfg.sampler == "server":
+        from core.extras.server_sampler import ServerSampler
+
+        return ServerSampler(policy, cfg.base_url, cfg.adapter_folder)
     if hasattr(algorithm, "draw"):
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept

@@ -57,6 +57,11 @@ class Run:
         """The update to continue with; 0: the policy has not been evaluated yet."""
         return self.progress["update"] + 1
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the present update has changed nothing yet: it can be saved, and begun again."""
+        return self.sampled_at < self.started_at
+
     def updates(self) -> Iterator[int]:
         """The numbers of the updates from the next one to --num-updates.
 
