@@ -9,13 +9,13 @@ from environments.letter_counting import LetterCounting
 
 
 class Steps(Env):
-    """Three questions of letter_counting in a dialogue; a step takes `seconds`, as a page would."""
+    """Questions of letter_counting in a dialogue; a step takes `seconds`, as a page would."""
 
-    def __init__(self, seconds: float = 0.2):
-        self.seconds, self.question = seconds, LetterCounting()
+    def __init__(self, seconds: float = 0.2, questions: int = 8):
+        self.seconds, self.questions, self.question = seconds, questions, LetterCounting()
 
     def reset(self, seed: int) -> list[Message]:
-        self.seeds = [seed, seed + 1, seed + 2]
+        self.seeds = [*range(seed, seed + self.questions)]
         return self.question.reset(self.seeds.pop(0))
 
     def step(self, response: str) -> Step:
