@@ -1,7 +1,8 @@
 """--overlap: while an update trains, a thread plays the episodes of the next one.
 
 The thread plays with the weights from before the update. --staleness 1 does the same, first playing
-and then training, and has the same metrics, to the bit; --overlap saves the shorter of these times.
+and then training, and has the same metrics, to the bit (unless slow environments let each episode
+move alone: then two runs differ by rounding). --overlap saves at most the shorter of these times.
 The thread has a copy of the policy: with LoRA of its adapters, else of all weights.
 """
 
