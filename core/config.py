@@ -463,6 +463,8 @@ def remarks(cfg: Config, num_ranks: int = 1) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
     if cfg.shard_optimizer == "on" and num_ranks == 1:
         yield "--shard-optimizer on: one rank has nothing to divide; torchrun starts several"
+    if cfg.overlap and cfg.sampler == "torch":
+        yield "--overlap: a copy of what is trained samples, with --sampler torch"
     yield describe_options(name_of(cfg.algo), cfg.options)
     if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps and not cfg.teacher:
         yield ("--kl-coef with LoRA: the reference policy is the base model without "
@@ -515,6 +517,10 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
     if cfg.overlap and opponents(cfg):
         yield "--overlap: opponents take turns with the training: remove one of them"
+    in_main = [env for env in map(EnvSpec, cfg.env) if env.declares("main_thread")]
+    if cfg.overlap and in_main:  # elsewhere signal.alarm raises, which math-verify takes for wrong
+        yield (f"--overlap plays in a second thread, and {in_main[0].short} is called in the main "
+               "thread, as its functions may use signal.alarm: remove one of them")  # fmt: skip
     if cfg.sampler == "server":
         if not (cfg.base_url and cfg.adapter_folder):
             yield ("--sampler server needs --base-url http://HOST:8000,.. and --adapter-folder "

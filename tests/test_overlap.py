@@ -111,6 +111,7 @@ def test_the_copy_has_trained_weights_of_its_own_and_shares_the_others(policy):
         ("--sampler openai --num-updates 0 --base-url http://127.0.0.1:1", "--overlap does not go"),
         ("--curriculum 0.7", "--overlap does not go with --curriculum"),
         ("--env tic_tac_toe:opponent=guess", "opponents take turns"),
+        ("--env rewarded:data=a.jsonl,reward=a.py:f", "is called in the main thread"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(command, flags, said):
