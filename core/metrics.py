@@ -1,4 +1,8 @@
-"""Metrics of an update and of an evaluation; core/README.md says what each name means."""
+"""An evening on metrics, 1 of 2. What an update and an evaluation are measured by.
+
+`UpdateStats` measures the gradient steps, `rollout_metrics` what was sampled, `eval_metrics` an
+evaluation; core/README.md says what each name means.
+"""
 
 import itertools
 import math

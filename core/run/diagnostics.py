@@ -1,9 +1,11 @@
-"""Twenty-one warnings about training that goes wrong, computed from the metrics alone.
+"""An evening on metrics, 2 of 2. Twenty-one warnings about training that goes wrong.
 
-A resumed run therefore raises the same warnings at the same updates. With these thresholds the
-recorded runs that learn raise no warning, and the faults of runs/clinic raise theirs. Some watch
-what a correct loop does by construction: sampler and trainer give a token the same log-prob, a
-group has one task, the token weights of a loss add up to 1. These name a fault in three updates.
+They are computed from the metrics alone, so a resumed run raises the same warnings at the same
+updates. `active_warnings` calls one function for each; its result is "" or what was measured. With
+these limits the recorded runs that learn raise no warning, and the faults of runs/clinic raise
+theirs. Some watch what a correct loop does by construction: sampler and trainer give a token the
+same log-prob, a group has one task, the token weights of a loss add up to 1. These name a fault in
+three updates.
 """
 
 import itertools
@@ -249,7 +251,7 @@ def earned_nothing(records: list[Record]) -> bool:
 
 def warning_inputs(record: Record) -> Record:
     """Returns the part of a record that the warnings depend on (about 1 kB)."""
-    return {k: v for k, v in record.items() if k in INPUTS or _is_accuracy(k)}
+    return {k: v for k, v in record.items() if k in INPUTS or _is_of_evaluation(k)}
 
 
 def _entropy_collapse(recent: list[Record]) -> str:
@@ -559,10 +561,10 @@ def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float
 
 
 def _is_evaluation(record: Record) -> bool:
-    return "update" in record and any(map(_is_accuracy, record))
+    return "update" in record and any(map(_is_of_evaluation, record))
 
 
-def _is_accuracy(key: str) -> bool:
+def _is_of_evaluation(key: str) -> bool:
     return key.startswith("eval/") and key.endswith(
         ("/accuracy", "/ci_low", "/ci_high", "/tokens_mean", "/seen", "/openings", "/tasks")
     )
