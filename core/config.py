@@ -142,8 +142,8 @@ class SamplingOptions:
     overlap: bool = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
-    # auto: vllm on a CUDA GPU if it is installed, otherwise torch; server: vLLM's servers, with
-    # --lora-rank; openai: evaluation only.
+    # auto: vllm on a CUDA GPU if it is installed, otherwise torch; server: vLLM's servers
+    # (runs/scale); openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "server", "openai"] = "auto"
     # URL of the server that --sampler openai evaluates, or URL,URL,.. of those of --sampler server.
     base_url: Annotated[str, Needs("sampler=openai server")] = ""
@@ -522,12 +522,17 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield (f"--overlap plays in a second thread, and {in_main[0].short} is called in the main "
                "thread, as its functions may use signal.alarm: remove one of them")  # fmt: skip
     if cfg.sampler == "server":
-        if not (cfg.base_url and cfg.adapter_folder):
-            yield ("--sampler server needs --base-url http://HOST:8000,.. and --adapter-folder "
-                   "DIR, where the servers find the adapters")  # fmt: skip
-        if not cfg.lora_rank:
-            yield ("--sampler server sends LoRA adapters; all weights need vLLM's weight transfer, "
-                   "which is not built: add --lora-rank")  # fmt: skip
+        if not cfg.base_url:
+            yield "--sampler server needs --base-url http://HOST:8000,.."
+        if bool(cfg.lora_rank) != bool(cfg.adapter_folder):
+            yield ("--adapter-folder DIR is where the servers find the adapters of --lora-rank: "
+                   "give both, or none to train all weights")  # fmt: skip
+        if not cfg.lora_rank and cfg.overlap:
+            yield ("--overlap: all weights can be sent to a server only while nothing trains: add "
+                   "--lora-rank")  # fmt: skip
+        if not cfg.lora_rank and not is_installed("vllm"):
+            yield ("--sampler server sends all weights with vLLM, which is not installed here: "
+                   'pip install -e ".[vllm]", or add --lora-rank')  # fmt: skip
         for url in server_urls(cfg.base_url):
             yield from _url_problems(url, "--base-url")
     yield from _task_problems(cfg)

@@ -13,11 +13,15 @@ import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+import weight_file
 from conftest import load_small, loopback, metrics_of
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
@@ -25,8 +29,9 @@ from test_sampler import check_first_tokens, trainer_gap
 
 import train
 from core import canary
-from core.extras import server_sampler
-from core.extras.server_sampler import ServerSampler
+from core.config import is_installed
+from core.extras import server_sampler, weight_transfer
+from core.extras.server_sampler import SAMPLE, ServerSampler
 from core.faults import UsageError
 from core.loading import load_policy
 from core.run.checkpoint import find_checkpoint
@@ -74,36 +79,48 @@ class VLLM(BaseHTTPRequestHandler):
             server.adapters[name] = load_file(Path(body["lora_path"], "adapter_model.safetensors"))
         if path == "/v1/unload_lora_adapter":
             del server.adapters[name]
-        if path != "/v1/completions":
-            return 200, {"version": "0.32.0"}
-        if name not in server.adapters and not server.takes_any_name:
+        if path == "/update_weights":
+            server.policy.causal_lm.load_state_dict(weight_file.read(server.weights_file))
+        if path == "/finish_weight_update":
+            server.weight_version = body["weight_version"]
+        if path != SAMPLE:
+            return 200, {"version": "0.32.0", "weight_version": server.weight_version,
+                         "world_size": 1}  # fmt: skip
+        if name and name not in server.adapters and not server.takes_any_name:
             return 404, {"error": {"message": "The model does not exist."}}
         weights = server.adapters.get(name)
-        zeros = {n: torch.zeros_like(w) for n, w in (weights or server.zeros).items()}
-        set_peft_model_state_dict(server.policy.model, weights or zeros)
-        server.zeros, server.policy.stop_ids = zeros, body["stop_token_ids"]
-        params = SamplingParams(body["max_tokens"], body["temperature"], seed=body["seed"])
-        [drawn] = TorchSampler(server.policy).sample([body["prompt"]], params)
+        if name:
+            zeros = {n: torch.zeros_like(w) for n, w in (weights or server.zeros).items()}
+            set_peft_model_state_dict(server.policy.model, weights or zeros)
+            server.zeros = zeros
+        wanted, prompt = body["sampling_params"], body["token_ids"]
+        server.policy.stop_ids = wanted["stop_token_ids"]
+        params = SamplingParams(wanted["max_tokens"], wanted["temperature"], seed=wanted["seed"])
+        [drawn] = TorchSampler(server.policy).sample([prompt], params)
         logprobs, ids = drawn.logprobs, drawn.token_ids
         if server.raw:
-            logprobs = canary.score(server.policy, body["prompt"], ids).tolist()
-        reason = "stop" if ids[-1] in body["stop_token_ids"] else "length"
-        choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
-        return 200, {"model": name if weights else "base",
-                     "choices": [choice | {"finish_reason": reason}]}  # fmt: skip
+            logprobs = canary.score(server.policy, prompt, ids).tolist()
+        choice = {
+            "token_ids": ids,
+            "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
+            "finish_reason": "stop" if ids[-1] in wanted["stop_token_ids"] else "length",
+            "weight_versions": [{"version": server.weight_version, "start": 0, "end": len(ids)}],
+        }
+        return 200, {"model": name if weights else "base", "choices": [choice]}
 
     def log_message(self, *args):
         pass
 
 
 @pytest.fixture
-def servers(qwen3_folder, monkeypatch):
+def servers(qwen3_folder, monkeypatch, tmp_path):
     """Two servers. Lost ones are tried again at once."""
     monkeypatch.setattr(server_sampler, "TRY_AGAIN_S", 0.0)
     with loopback(VLLM) as one, loopback(VLLM) as two:
         for server in (one, two):
             server.policy, server.lock = load_small(qwen3_folder, lora_rank=4), threading.Lock()
             server.adapters, server.length, server.keys = {}, 512, set()
+            server.weight_version, server.weights_file = "default", tmp_path / "weights"
             server.raw = server.takes_any_name = False
             server.instead = lambda path, body: None
         yield [one, two]
@@ -114,9 +131,10 @@ def start(servers, qwen3_folder, tmp_path):
     """Starts a sampler for a policy with adapters that are not 0; the test's end closes it."""
     with ExitStack() as closes:
 
-        def start_one(count=2):
-            policy = load_small(qwen3_folder, lora_rank=4)
-            learn(policy)
+        def start_one(count=2, lora_rank=4):
+            policy = load_small(qwen3_folder, lora_rank=lora_rank)
+            if lora_rank:
+                learn(policy)
             urls = ",".join(server.url for server in servers[:count])
             sampler = ServerSampler(policy, urls, str(tmp_path / "adapters"))
             closes.callback(lambda: sampler.client.is_closed or sampler.close())
@@ -127,17 +145,73 @@ def start(servers, qwen3_folder, tmp_path):
         yield start_one
 
 
+@pytest.fixture
+def file_for_nccl(monkeypatch, tmp_path):
+    """Weights go through a file. What calls for them is vLLM's, or a stub of it."""
+    monkeypatch.setattr(weight_transfer, "check", lambda policy: None)
+
+    def write(engine, source, meta):
+        torch.save(dict(source), tmp_path / "part")
+        (tmp_path / "part").rename(tmp_path / "weights")
+
+    if is_installed("vllm"):
+        from vllm.distributed.weight_transfer import nccl_engine
+
+        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda group: None)
+        monkeypatch.setattr(nccl_engine.NCCLTrainerWeightTransferEngine, "_broadcast", write)
+        return
+
+    @dataclass
+    class Engine:
+        client: weight_transfer.WeightTransfer
+        source: dict
+
+        @classmethod
+        def trainer_init(cls, group, *, client, source):
+            client.init_weight_transfer_engine(group)
+            return cls(client, source)
+
+        def send_weights(self):
+            self.client.start_weight_update()
+            write(self, self.source, None)
+            self.client.update_weights({"names": list(self.source)})
+            self.client.finish_weight_update()
+
+        def shutdown(self):
+            pass
+
+    def group(address, port, *, world_size, rank):
+        return {"master_address": address, "world_size": world_size, "rank_offset": rank + 1}
+
+    package = "vllm.distributed.weight_transfer"
+    base, engine = ModuleType(f"{package}.base"), ModuleType(f"{package}.nccl_engine")
+    base.ModuleSource = lambda module: dict(module.named_parameters())
+    engine.NCCLTrainerInitInfo, engine.NCCLTrainerWeightTransferEngine = group, Engine
+    for module in (ModuleType("vllm"), ModuleType("vllm.distributed"), ModuleType(package),
+                   base, engine):  # fmt: skip
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def start_full(servers, start, file_for_nccl, qwen3_folder):
+    """As `start`, without adapters: servers and trainer begin with the same weights."""
+    for server in servers:
+        server.policy = load_small(qwen3_folder)
+    return partial(start, lora_rank=0)
+
+
 def learn(policy, step=0.3):
     with torch.no_grad():
         for name, weight in policy.trainable().items():
-            weight += step * torch.randn_like(weight) if "lora_B" in name else 0
+            if "lora_B" in name or not policy.lora_rank:
+                weight += step * torch.randn_like(weight)
 
 
 def gap(sampler, completions):
     return trainer_gap(sampler.policy, completions, PARAMS.temperature, PROMPTS).max()
 
 
-def asked(server, path="/v1/completions"):
+def asked(server, path=SAMPLE):
     return [body for found, body in server.asked if found == path]
 
 
@@ -158,7 +232,7 @@ def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(start,
         assert [*server.adapters] == [sampler.name]
         bodies = asked(server)[1:]  # without the one that compares the models
         assert [body["model"] for body in bodies] == [old] * 4 + [sampler.name] * 4
-    seeds = [body["seed"] for server in servers for body in asked(server)[1:]]
+    seeds = [body["sampling_params"]["seed"] for server in servers for body in asked(server)[1:]]
     assert Counter(seeds) == Counter([derive_seed(5, i) % 2**31 for i in range(8)] * 2)
     assert "2 vLLM server(s), 0.32.0" in sampler.remark
     sampler.close()
@@ -169,13 +243,13 @@ def test_a_prompt_goes_to_the_server_that_had_it_and_a_new_one_to_the_idle_one(s
     sampler = start()
     with sampler:
         sampler.sample(PROMPTS * 2, PARAMS)
-    prompts = [{tuple(body["prompt"]) for body in asked(server)[1:]} for server in servers]
+    prompts = [{tuple(body["token_ids"]) for body in asked(server)[1:]} for server in servers]
     assert sorted(map(len, prompts)) == [1, 1] and prompts[0] != prompts[1]
     home = prompts.index({(65, 66, 67)})
     sampler.add(Request([65, 66, 67, 68, 69], PARAMS, 5, 0))  # the next turn of the first
     while not sampler.step():
         pass
-    assert asked(servers[home])[-1]["prompt"] == [65, 66, 67, 68, 69]
+    assert asked(servers[home])[-1]["token_ids"] == [65, 66, 67, 68, 69]
 
 
 @pytest.mark.parametrize("takes_any_name", [False, True])
@@ -203,7 +277,7 @@ def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, ser
     one.asked.clear(), two.asked.clear()
 
     def fail(path, body):
-        if path != "/v1/completions" or len(asked(one)) > 1:
+        if path != SAMPLE or len(asked(one)) > 1:
             return failure
 
     one.instead = fail
@@ -232,8 +306,88 @@ def test_a_request_that_hangs_is_answered_elsewhere(start, servers):
     while len(ended) < 2:
         ended += sampler.step()
     assert any("no answer in" in line for line in sampler.lines)
-    assert {body["seed"] for body in asked(two)} >= {derive_seed(5, i) % 2**31 for i in range(2)}
+    seeds = {body["sampling_params"]["seed"] for body in asked(two)}
+    assert seeds >= {derive_seed(5, i) % 2**31 for i in range(2)}
     release.set()
+
+
+SENT = """/pause?mode=abort /start_weight_update /update_weights /finish_weight_update
+    /resume""".split()  # to give a server all weights
+
+
+def test_all_weights_are_sent_at_each_sync_with_their_version(start_full, servers):
+    sampler = start_full()
+    for server in servers:
+        server.asked.clear()
+    first = sampler.sample(PROMPTS, PARAMS)
+    learn(sampler.policy, 0.05)
+    sampler.sync()
+    new = sampler.sample(PROMPTS, PARAMS)
+    assert gap(sampler, new) < 1e-5 < 0.1 < gap(sampler, first)
+    for server in servers:
+        assert [path for path, _ in server.asked] == [
+            *[SAMPLE] * 4, "/weight_info", *SENT, "/weight_info", *[SAMPLE] * 4,
+        ]  # fmt: skip
+        assert server.weight_version == sampler.name and sampler.name.endswith("-v2")
+
+
+@pytest.mark.parametrize("noticed", ["by a completion", "by a sync"])
+def test_a_restarted_server_gets_all_weights_over_a_new_connection(start_full, servers, noticed):
+    sampler = start_full(1)
+    learn(sampler.policy, 0.05)
+    sampler.sync()
+    [server, _] = servers
+    before = len(asked(server, "/init_weight_transfer_engine"))
+    server.weight_version = "default"
+    for weight in server.policy.causal_lm.parameters():
+        torch.nn.init.zeros_(weight)
+    if noticed == "by a sync":
+        sampler.sync()
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
+    assert server.weight_version == sampler.name
+    inits = asked(server, "/init_weight_transfer_engine")
+    assert len(inits) == before + 1
+    group = inits[-1]["init_info"]
+    assert (group["master_address"], group["rank_offset"], group["world_size"]) == (
+        "127.0.0.1", 1, 2)  # fmt: skip
+    if noticed == "by a completion":
+        assert sampler.lines[0] == (
+            f"{server.url}: it sampled from default, not from {sampler.name}"
+        )
+
+
+def test_a_server_that_fails_while_weights_are_sent_is_lost_and_tried_again(start_full, servers):
+    sampler = start_full()
+    [one, two] = servers
+    one.instead = lambda path, body: (500, "no memory") if path == "/update_weights" else None
+    learn(sampler.policy, 0.05)
+    sampler.sync()
+    assert sampler.lines[0] == f"{one.url}: status 500: no memory"
+    one.asked.clear(), two.asked.clear()
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
+    assert len(asked(two)) == 8 and not asked(one)
+    one.instead = lambda path, body: None
+    while sampler.lines[-1] != f"{one.url} is back":
+        sampler.step()
+    assert one.weight_version == sampler.name
+
+
+@pytest.mark.parametrize(
+    "path, answer",
+    [
+        ("/weight_info", (404, {"detail": "Not Found"})),
+        ("/init_weight_transfer_engine", (500, "Internal Server Error")),
+    ],
+)
+def test_a_server_that_takes_no_weights_is_refused(start_full, servers, path, answer):
+    servers[1].instead = lambda asked_for, body: answer if asked_for == path else None
+    with pytest.raises(UsageError, match=f"^--base-url {servers[1].url}: it takes no weights"):
+        start_full()
+
+
+def test_all_weights_are_sent_from_a_gpu(start, servers):
+    with pytest.raises(UsageError, match="from one process on a GPU: add --lora-rank"):
+        start(lora_rank=0)
 
 
 REFUSED = [
@@ -279,7 +433,7 @@ def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
     assert all(record["gap/logprob_max"] < 1e-5 for record in whole[1:])
 
     def end(path, body):  # in the middle of the last update
-        if sum("v3" in body.get("model", "") for s in servers for body in asked(s)) > 3:
+        if sum("v3" in body["model"] for s in servers for body in asked(s)) > 3:
             samplers[0].stop()  # as if it had waited for long enough
             return "gone"
 
@@ -306,7 +460,8 @@ def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
 class Engine:
     """vLLM's own server with the weights of tiny, in a process group of its own."""
 
-    def __init__(self):
+    def __init__(self, flags, **environment):
+        self.flags, self.environment = flags.split(), environment
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -315,12 +470,13 @@ class Engine:
     def start(self):
         # vLLM's build for CPUs ends if it cuts the prompt of a request with a seed into chunks
         flags = f"""--model {PRETRAINED} --host 127.0.0.1 --port {self.port} --max-model-len 512
-            --enable-lora --max-loras 1 --max-lora-rank 8 --logprobs-mode processed_logprobs
-            --dtype float32 --no-enable-chunked-prefill --max-num-batched-tokens 4096""".split()
-        own = """VLLM_ALLOW_RUNTIME_LORA_UPDATING=True VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
-            VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind"""
-        env = os.environ | dict(pair.split("=") for pair in own.split())
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+            --enable-scale-out --logprobs-mode processed_logprobs --dtype float32
+            --no-enable-chunked-prefill --max-num-batched-tokens 4096""".split()
+        own = """VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 VLLM_HOST_IP=127.0.0.1
+            VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind"""
+        env = os.environ | dict(pair.split("=") for pair in own.split()) | self.environment
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += [*flags, *self.flags]
         self.process = subprocess.Popen(command, env=env, start_new_session=True)
 
     def kill(self):
@@ -330,10 +486,29 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engines():
-    started = [Engine(), Engine()]
+    flags = "--enable-lora --max-loras 1 --max-lora-rank 8"
+    started = [Engine(flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") for _ in range(2)]
     yield started
     for engine in started:
         engine.kill()
+
+
+@pytest.fixture
+def engine_for_weights(tmp_path):
+    """One that takes all weights, from the file of `file_for_nccl`."""
+    plugin = tmp_path / "plugin" / "weight_file-1.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: weight-file\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nweight_file = weight_file:register\n"
+    )
+    started = Engine(
+        '--enforce-eager --weight-transfer-config {"backend":"file"}',  # compiled: old weights
+        VLLM_SERVER_DEV_MODE="1", WEIGHTS_FILE=str(tmp_path / "weights"),
+        PYTHONPATH=os.pathsep.join(map(str, (plugin.parent, Path(__file__).parent))),
+    )  # fmt: skip
+    yield started
+    started.kill()
 
 
 @pytest.mark.vllm
@@ -382,3 +557,32 @@ def test_a_run_learns_on_vllms_servers_while_one_is_killed_and_comes_back(
     assert not any(r["error"] for r in read_records(Path("runs/a/rollouts.jsonl")))
     name = "eval/letter_counting/accuracy"
     assert updates[-1][name] > first[name] + 0.3
+
+
+@pytest.mark.vllm
+def test_a_run_trains_all_weights_on_a_server_of_vllm_that_is_restarted(
+    engine_for_weights, file_for_nccl, command, monkeypatch
+):
+    monkeypatch.setattr(server_sampler, "TRY_AGAIN_S", 0.2)
+    send, sent = ServerSampler._send, Counter()
+
+    def kill_in_update_2(sampler, *arguments):
+        sent[sampler.version] += 1
+        if (sampler.version, sent[sampler.version]) == (3, 100):
+            engine_for_weights.kill()
+            engine_for_weights.start()
+        send(sampler, *arguments)
+
+    monkeypatch.setattr(ServerSampler, "_send", kill_in_update_2)
+    code, out, err = command(
+        *"--lr 2e-4 --num-updates 4 --eval-every 0 --eval-num-tasks 64 --max-model-len 512".split(),
+        *"--device cpu --run-name a --sampler server --base-url".split(), engine_for_weights.url,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert f"{engine_for_weights.url} is back" in out
+    first, *updates = metrics_of("runs/a")
+    assert [r["update"] for r in updates] == [1, 2, 3, 4]
+    assert all(r["gap/logprob_mean"] < 1e-5 for r in updates)
+    assert not any(r["error"] for r in read_records(Path("runs/a/rollouts.jsonl")))
+    name = "eval/letter_counting/accuracy"
+    assert updates[-1][name] > first[name] + 0.2

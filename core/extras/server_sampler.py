@@ -1,18 +1,19 @@
-"""ServerSampler: samples on vLLM's servers, on other GPUs or machines, and trains LoRA adapters.
+"""ServerSampler: samples on vLLM's servers, on other GPUs or machines (runs/scale/README.md).
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 32 \\
-        --logprobs-mode processed_logprobs --generation-config vllm
+        --enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm
     python train.py --model-id MODEL --lora-rank 32 --sampler server \\
         --base-url http://one:8000,http://two:8000 --adapter-folder /shared/adapters
 
 Token ids go to a server; token ids and the log-probs of the distribution that they were drawn from
-come back, so a turn is as exact as with the other samplers. `sync` writes the adapter into a folder
-that the servers see, and lets each of them load it.
+come back, so a turn is as exact as with the other samplers. `sync` brings the new weights to the
+servers: it writes the LoRA adapter into a folder that they see, and lets each of them load it;
+without adapters it sends all weights (core/extras/weight_transfer.py).
 
-The name of an adapter is its version. Each request asks for the present one, and the answer names
-the adapter that sampled. A server that was restarted has lost it and says so: no token of other
-weights is trained. (One name for all versions would not do. From the same path, vLLM's prefix cache
-goes on with keys and values of the adapter before.)
+Weights have a name for each version, and each completion comes with the name of what sampled it. A
+server that was restarted has lost the weights: no token of others is trained. (One name for all
+versions of an adapter would not do. From the same path, vLLM's prefix cache goes on with keys and
+values of the adapter before.)
 
 A server that fails is lost: its requests go to the others, with the same seeds. It is tried again
 every few seconds, and has to show again that it has the trainer's model. Without any server the run
@@ -37,6 +38,8 @@ import torch
 
 from core import canary, distributed
 from core.config import server_urls
+from core.extras import weight_transfer
+from core.extras.weight_transfer import WeightTransfer
 from core.faults import NoServer, UsageError
 from core.nanollm import MAX_GAP, PROBE_NOISE
 from core.policy import Policy
@@ -55,7 +58,10 @@ WITHOUT_SERVER_S = 600.0  # how long a run waits for a server before it ends
 PER_SERVER = 256  # requests that are sent to one server at once; it batches them
 AHEAD = 32  # open requests that a server may have more than another, for the sake of its cache
 PROBE_TEMPERATURE = 0.7  # unlike 1, it shows log-probs of another temperature
-LOAD, UNLOAD, SAMPLE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SAMPLE = "/inference/v1/generate"  # token ids in, token ids out
+TAKES_NO_WEIGHTS = """it takes no weights: start it with VLLM_SERVER_DEV_MODE=1 and \
+--weight-transfer-config '{"backend": "nccl"}', or add --lora-rank"""
 CALL = ("", "call")  # the kind of all calls of the threads
 
 
@@ -68,13 +74,14 @@ class Server:
     """One of vLLM's servers."""
 
     url: str
-    name: str = ""  # of the adapter that it has; "": unknown, or its model has to be compared
+    name: str = ""  # of the weights that it has; "": unknown, or its model has to be compared
     lost: str = "not reached yet"  # why it gets no requests; "": it is well
     failures: int = 0  # in a row
     calls: set["Call"] = field(default_factory=set)  # those that are open
     check_at: float = 0.0  # when to look at it again
     gap: float = 0.0  # |log-prob here - log-prob of the server|, mean, nats
     release: str = ""  # its version of vLLM
+    transfer: WeightTransfer | None = None  # the connection for all weights, once there is one
 
 
 @dataclass(eq=False)
@@ -88,14 +95,18 @@ class Call:
 class ServerSampler(Sampler):
     """Samples on the servers of `base_url`, addresses with commas between them.
 
-    `adapter_folder`: a folder that the servers see under the same path. Waits for all servers.
-    Raises UsageError if one stays away, or has another model, tokenizer or kind of log-probs.
+    `adapter_folder`: a folder that the servers see under the same path; not needed without LoRA.
+    Waits for all servers. Raises UsageError if one stays away, or has another model, tokenizer or
+    kind of log-probs.
     """
 
     def __init__(self, policy: Policy, base_url: str, adapter_folder: str):
         if not (_api_key().isascii() and _api_key().isprintable()):
             raise UsageError("OPENAI_API_KEY has characters that no header can hold")
         self.policy, self.folder = policy, Path(adapter_folder).absolute()
+        self.has_adapters = policy.lora_rank > 0
+        if not self.has_adapters:
+            weight_transfer.check(policy)
         self.servers = [Server(url) for url in server_urls(base_url)]
         # the text after which servers and trainer are compared
         self.text: list[int] = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
@@ -117,11 +128,11 @@ class ServerSampler(Sampler):
             # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
             limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
         )
-        # no other run, and no restart of this one, has adapters of this name
+        # no other run, and no restart of this one, has weights of this name
         self.stem = distributed.broadcast_from_rank_0(lambda: f"picorl-{uuid.uuid4().hex[:8]}")
         self.version = 0
         try:
-            with _noise(policy):  # new adapters have B = 0, which would hide mistakes
+            with _noise(policy):  # else the servers may have these weights already
                 self._write()
                 self._wait_for_all()
             self.started = True
@@ -136,16 +147,16 @@ class ServerSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Of the adapter with the present weights."""
+        """Of the present weights."""
         return f"{self.stem}-v{self.version}"
 
     def sync(self) -> None:
-        """Writes the adapter, and lets each server load it. Sets `sync_seconds`."""
+        """Gives each server the present weights. Sets `sync_seconds`."""
         begun = perf_counter()
         self.version += 1
         self._write()
         for server in self.servers:
-            server.calls = {call for call in server.calls if call.request}  # of the adapter before
+            server.calls = {call for call in server.calls if call.request}  # of the weights before
             server.check_at = 0.0
         self._look()
         while any(not s.lost and s.name != self.name for s in self.servers):
@@ -184,7 +195,9 @@ class ServerSampler(Sampler):
         self.threads.close()
         for server in self.servers if distributed.rank() == 0 else []:
             with suppress(Lost, UsageError):
-                if not server.lost:
+                if server.transfer:
+                    server.transfer.close()
+                elif not server.lost:
                     self._ask(server.url, UNLOAD, {"lora_name": server.name}, timeout=2.0)
         self.client.close()
         for version in (self.version - 1, self.version):
@@ -203,7 +216,8 @@ class ServerSampler(Sampler):
             part.rename(target)
             self._remove(self.version - 2)
 
-        distributed.broadcast_from_rank_0(write)
+        if self.has_adapters:
+            distributed.broadcast_from_rank_0(write)
 
     def _remove(self, version: int) -> None:
         if distributed.rank() == 0:
@@ -282,8 +296,17 @@ class ServerSampler(Sampler):
                 self.threads.start(call, CALL, look)
 
     def _admit(self, server: Server, found: dict[str, Any]) -> None:
-        """The server has the adapter. Raises UsageError if its model is another one."""
-        if found:
+        """The server is well. Raises UsageError if its model is another one."""
+        if found.get("version", self.name) != self.name:  # all weights have to be sent
+            try:
+                if not server.transfer or found["version"] != server.name:  # it is new or restarted
+                    server.transfer = self._connect(server.url)
+                server.transfer.send(self.name)
+            except (RuntimeError, OSError) as error:  # NCCL's, too
+                raise Lost(_one_line(str(error))) from error
+            server.check_at = 0.0  # look again
+            return
+        if "sampled" in found:
             server.gap = self._compare(found)
             server.release = found["release"]
         if server.lost and self.started:
@@ -317,6 +340,15 @@ class ServerSampler(Sampler):
             f"than {str(policy.dtype).removeprefix('torch.')}"
         )
 
+    def _connect(self, url: str) -> WeightTransfer:
+        """A connection that sends all weights to a server."""
+
+        def post(path: str, body: dict[str, Any]) -> None:
+            self._ask(url, path, body, self.limit)
+
+        workers = self._ask(url, "/get_world_size").json()["world_size"]
+        return WeightTransfer(self.policy.causal_lm, url, workers, post)
+
     def _send(self, request: Request, free: list[Server]) -> None:
         """Sends a request to the server that had its prompt, or has the fewest requests."""
         least = min(free, key=lambda server: len(server.calls))
@@ -336,8 +368,8 @@ class ServerSampler(Sampler):
     # what follows runs in threads
 
     def _check(self, url: str, has: str, name: str) -> dict[str, Any]:
-        """Whether a server is alive. Loads the adapter `name` unless it `has` that; a server of
-        which nothing is known also shows what it is: returns that."""
+        """Whether a server is alive. Loads the adapter `name` unless it `has` that, or says which
+        version of all weights it has. A server of which nothing is known also shows what it is."""
         if has == name:
             self._ask(url, "/health")
             return {}
@@ -345,9 +377,26 @@ class ServerSampler(Sampler):
         if not has:
             found["length"] = self._ask(url, "/v1/models").json()["data"][0]["max_model_len"]
             found["release"] = f"{self._ask(url, '/version').json()['version']:.20}"
-        path = str(self.folder / name)
+        if self.has_adapters:
+            self._load(url, name, has)
+        else:
+            try:
+                found["version"] = self._ask(url, "/weight_info").json()["weight_version"]
+            except UsageError:
+                raise UsageError(TAKES_NO_WEIGHTS) from None
+        if not has and found.get("version", name) == name:
+            found["tokens"] = None
+            with suppress(UsageError, Lost):  # it needs no tokenizer: --skip-tokenizer-init
+                body = {"prompt": canary.TEXT, "add_special_tokens": False}
+                found["tokens"] = self._ask(url, "/tokenize", body).json()["tokens"]
+            limit = canary.PARAMS.max_tokens
+            found["sampled"] = self._sample(url, name, self.text, limit, PROBE_TEMPERATURE, 0, [])
+        return found
+
+    def _load(self, url: str, name: str, has: str) -> None:
+        """Lets a server load the adapter `name`, and forget the one that it `has`."""
         try:
-            self._ask(url, LOAD, {"lora_name": name, "lora_path": path})
+            self._ask(url, LOAD, {"lora_name": name, "lora_path": str(self.folder / name)})
         except UsageError as error:
             if "Not Found" in str(error):
                 raise UsageError("it loads no adapters: start it with --enable-lora and "
@@ -357,14 +406,6 @@ class ServerSampler(Sampler):
         if has:
             with suppress(UsageError):  # another rank did
                 self._ask(url, UNLOAD, {"lora_name": has})
-        else:
-            found["tokens"] = None
-            with suppress(UsageError, Lost):  # it needs no tokenizer: --skip-tokenizer-init
-                body = {"prompt": canary.TEXT, "add_special_tokens": False}
-                found["tokens"] = self._ask(url, "/tokenize", body).json()["tokens"]
-            limit = canary.PARAMS.max_tokens
-            found["sampled"] = self._sample(url, name, self.text, limit, PROBE_TEMPERATURE, 0, [])
-        return found
 
     def _sample(
         self, url: str, name: str, prompt: list[int], limit: int, temperature: float, seed: int,
@@ -372,22 +413,23 @@ class ServerSampler(Sampler):
     ) -> tuple[list[int], list[float]]:  # fmt: skip
         """One completion: its token ids, and their log-probs."""
         body = {
-            "model": name, "prompt": prompt, "max_tokens": limit, "temperature": temperature,
-            "seed": seed, "logprobs": 0, "return_token_ids": True, "stop_token_ids": stop_ids,
-            "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False,
-            # not those of the model's generation_config.json
-            "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+            "model": name if self.has_adapters else None, "token_ids": prompt,
+            "sampling_params": {
+                "max_tokens": limit, "temperature": temperature, "seed": seed, "logprobs": 0,
+                "stop_token_ids": stop_ids, "ignore_eos": True, "detokenize": False,
+            },
         }  # fmt: skip
         answer = self._ask(url, SAMPLE, body, self.limit).json()
         [choice] = answer["choices"]
-        if answer["model"] != name:
-            raise Lost(_one_line(f"it sampled from {answer['model']}, not from {name}"))
+        sampled_from = {answer["model"]}
+        if not self.has_adapters:
+            sampled_from = {part["version"] for part in choice["weight_versions"]}
+        if sampled_from != {name}:
+            raise Lost(_one_line(f"it sampled from {', '.join(sampled_from)}, not from {name}"))
         if choice["finish_reason"] not in ("stop", "length"):
             raise Lost(_one_line(f"it ended a completion: {choice['finish_reason']}"))
-        if choice.get("token_ids") is None:
-            raise UsageError("it returns no token ids: vLLM 0.32 does")
         ids = [int(i) for i in choice["token_ids"]]
-        logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
+        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         if not len(ids) == len(logprobs) > 0 or min(ids) < 0:
             raise Lost("it returned other numbers of token ids and of log-probs")
         if len(ids) != limit and ids[-1] not in stop_ids:
@@ -414,6 +456,8 @@ class ServerSampler(Sampler):
         words = _one_line(f"status {response.status_code}: {words}")
         if response.status_code == 404 and path == SAMPLE and of_vllm:
             raise Lost("it has lost the adapter: it was restarted")
+        if response.status_code == 500 and path == "/init_weight_transfer_engine":
+            raise UsageError(TAKES_NO_WEIGHTS)
         refuses = response.status_code not in (408, 429) and response.status_code < 500
         # a rank that is too high has the status 500; a 404 may be of what stands between
         if (path == LOAD and of_vllm) or (refuses and (of_vllm or not self.started)):
@@ -423,15 +467,17 @@ class ServerSampler(Sampler):
 
 @contextmanager
 def _noise(policy: Policy) -> Iterator[None]:
-    """Inside, the adapters have random numbers added to B."""
-    generator = torch.Generator().manual_seed(0)
-    weights = [w for name, w in policy.model.named_parameters() if "lora_B" in name]
-    before = [weight.detach().clone() for weight in weights]
+    """Inside, random numbers are added to B of the adapters, or without adapters each weight is
+    multiplied by about 1: mistakes in what a server gets then show in its log-probs."""
+    generator = torch.Generator(policy.device).manual_seed(0)
+    named = policy.model.named_parameters()
+    weights = [w for name, w in named if "lora_B" in name or not policy.lora_rank]
+    before = [weight.detach().to("cpu", copy=True) for weight in weights]
     try:
         with torch.no_grad():
             for weight in weights:
-                noise = torch.randn(weight.shape, generator=generator)
-                weight += PROBE_NOISE * noise.to(weight)
+                noise = torch.empty_like(weight).normal_(std=PROBE_NOISE, generator=generator)
+                weight += noise if policy.lora_rank else weight * noise
         yield
     finally:
         with torch.no_grad():

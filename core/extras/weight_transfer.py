@@ -1,0 +1,82 @@
+"""All weights for one of vLLM's servers, by vLLM's own weight transfer: NCCL, from GPU to GPU.
+
+The trainer is rank 0 of a group with the server's workers. Each server has a group of its own, so
+that one which is restarted disturbs no other. Written against vLLM 0.32. The tests run it with
+vLLM's servers on CPUs, where a file takes the place of NCCL; it has not run on GPUs.
+"""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import nn
+
+from core import distributed
+from core.faults import UsageError
+from core.policy import Policy
+
+Post = Callable[[str, dict[str, Any]], None]  # asks the server: a path and a JSON body
+
+
+def check(policy: Policy) -> None:
+    """Raises UsageError if this process cannot send the weights of `policy`."""
+    if policy.device.type != "cuda" or distributed.num_ranks() > 1:
+        raise UsageError("--sampler server sends all weights from one process on a GPU: add "
+                         "--lora-rank")  # fmt: skip
+
+
+class WeightTransfer:
+    """The connection for the weights of `model` to the server at `url` with this many workers.
+
+    Also the `client` of vLLM's engine: it calls the four last methods.
+    """
+
+    def __init__(self, model: nn.Module, url: str, workers: int, post: Post) -> None:
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerInitInfo,
+            NCCLTrainerWeightTransferEngine,
+        )
+
+        self.post, self.version = post, ""
+        self.post("/shutdown_weight_transfer_engine", {})  # of a trainer that was killed
+        group = NCCLTrainerInitInfo(*own_address(url), world_size=1 + workers, rank=0)
+        self.engine = NCCLTrainerWeightTransferEngine.trainer_init(
+            group, client=self, source=ModuleSource(model)
+        )
+
+    def send(self, version: str) -> None:
+        """Gives the server the present weights and calls them `version`.
+
+        The server gives up what it samples, and forgets the keys and values in its cache.
+        """
+        self.version = version
+        self.post("/pause?mode=abort", {})
+        self.engine.send_weights()
+        self.post("/resume", {})
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.post("/start_weight_update", {})
+
+    def update_weights(self, update_info: Any) -> None:
+        self.post("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.post("/finish_weight_update", {"weight_version": weight_version or self.version})
+
+
+def own_address(url: str) -> tuple[str, int]:
+    """The address of this machine as the host of `url` sees it, and a free port."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with socket.create_connection((parts.hostname or "", port)) as connection:
+        family, (address, *_) = connection.family, connection.getsockname()
+    with socket.create_server((address, 0), family=family) as free:
+        return address, free.getsockname()[1]
