@@ -173,8 +173,8 @@ def p_value(rollouts: list[Rollout], first: dict[str, bool], distinct: Tasks) ->
     both = [r for r in rollouts if f"{r.seed} {r.agent}" in first]
     before = metrics.task_means(both, distinct, lambda r: first[f"{r.seed} {r.agent}"])
     after = metrics.task_means(both, distinct, metrics.is_correct)
-    lost, won = ({t for t in before if sign * (after[t] - before[t]) > 0} for sign in (-1, 1))
-    return metrics.mcnemar(lost, won)
+    changes = [after[task] - before[task] for task in before]
+    return metrics.mcnemar(lost=sum(c < 0 for c in changes), won=sum(c > 0 for c in changes))
 
 
 def trivial_accuracy(

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import torch
@@ -25,16 +24,16 @@ from core.types import Rollout
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
-OF_LAST_STEP = ("loss/weight", "loss/echo")  # sums of weights, or of terms that have theirs
+OF_LAST_STEP = ("loss/weight", "loss/echo")  # sums over weighted tokens, not to be divided again
 
 
 class UpdateStats:
     """The metrics of the gradient steps of one update.
 
-    `loss`, `grad_norm` and OF_LAST_STEP are those of the last step. What else the algorithm's loss
-    reports is a mean over the tokens in the loss, and OF_ALL_TOKENS are means over all sampled
-    tokens, of the last epoch, however its steps were cut into micro-batches; gap/* and
-    tokens/trained are of all tokens of the update.
+    `loss` and OF_LAST_STEP are of the last minibatch, `grad_norm` of the last one that
+    --ppo.target-kl let pass. What else the algorithm's loss reports is a mean over the tokens in
+    the loss, and OF_ALL_TOKENS are means over all sampled tokens, of the last epoch, however its
+    steps were cut into micro-batches; gap/* and tokens/trained are of the whole update.
     """
 
     def __init__(self, cfg: Config, batch: RolloutBatch) -> None:
@@ -51,13 +50,14 @@ class UpdateStats:
     def add(self, micro: MicroBatch, loss: Tensor, entropy: Tensor, sums: dict[str, float]) -> None:
         """Adds one micro-batch; `entropy` [b, T-1], `sums` by the metric's name."""
         micro.scatter(micro.old_logprobs, into=self.old_logprobs)
-        ratio, cap = micro.sampler_ratio[micro.completion_mask], self.cfg.tis_cap
+        ratio = micro.sampler_ratio[micro.completion_mask]
+        cap = self.cfg.tis_cap or math.inf  # 0 switches the importance weights off
         beyond = ratio > cap
         if self.cfg.tis_mode == "mask":
-            beyond |= ratio < 1 / max(cap, 1)
+            beyond |= ratio < 1 / cap
         of_all = {
             "weights/mean": ratio.sum().item(),  # before the cap
-            "weights/capped": beyond.sum().item() if cap else 0.0,
+            "weights/capped": beyond.sum().item(),
             "loss": loss.item(),
             "loss/weight": micro.token_weights.sum().item(),
             "policy/entropy": entropy.sum().item(),
@@ -76,11 +76,11 @@ class UpdateStats:
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
-        if self.batch.old_logprobs is None:  # each rank has those of its own sequences
+        if self.batch.old_logprobs is None:  # the only step; each rank has those of its sequences
             distributed.all_reduce_sum([self.old_logprobs])
 
     def means(self) -> dict[str, float]:
-        """The metrics by name."""
+        """The metrics by name; to be called once, after the last step."""
         tokens, in_loss = (self.epoch_sums.pop(name, 0.0) for name in ("tokens", "in_loss"))
         batch, mask = self.batch, self.batch.completion_mask
         metrics = {
@@ -116,7 +116,7 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     Rollouts whose environment failed count in "episodes/failed" and "tokens/sampled" only.
     """
     rollouts = [rollout for rollout in sampled if not rollout.error]
-    if not rollouts:  # the opponents ended every episode before the policy acted
+    if not rollouts:  # opponents ended each episode before the policy acted (all failed: run ends)
         return {"tokens/sampled": 0}
     played, failed = num_episodes(rollouts), num_episodes([r for r in sampled if r.error])
     returns = torch.tensor([r.episode_return for r in rollouts])
@@ -128,18 +128,18 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     compared = [r for r in rollouts if len(groups[r.group_id]) > 1]
     others = [statistics.fmean(o.episode_return for o in groups[r.group_id] if o is not r)
               for r in compared]  # fmt: skip
-    returns_compared = [r.episode_return for r in compared]
+    targets = [r.episode_return for r in compared]
     alive = groups_with_spread(cfg, rollouts)
     # what another agent does before the first turn may differ within a group
     alone = len({r.agent for r in rollouts}) == 1 and not any(r.opponents for r in rollouts)
-    openings = [{opening_of(r) for r in group} for group in groups.values()]
-    correct = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
+    openings = [set(map(opening_of, group)) for group in groups.values()]
+    correct = [[*map(is_correct, group)] for group in groups.values()]
     return {
         "reward/mean": returns.mean().item(),
         "reward/std": returns.std(correction=0).item(),
         "reward/min": returns.min().item(),
         "reward/max": returns.max().item(),
-        "reward/correct": statistics.fmean(itertools.chain(*correct)),
+        "reward/correct": statistics.fmean(map(is_correct, rollouts)),
         "groups/zero_std_fraction": (len(groups) - len(alive)) / len(groups),
         **({"groups/openings": statistics.fmean(map(len, openings))} if alone else {}),
         "groups/all_right": statistics.fmean(map(all, correct)),
@@ -151,8 +151,9 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         "episodes/truncated": statistics.fmean(r.episode_truncated for r in rollouts),
         "episodes/failed": 1 - played / (played + failed),
         "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
-        # how well the other rollouts of a group predict a return; PPO: how well its value head does
-        **explained_variance(*torch.tensor([returns_compared, others], dtype=torch.float64)),
+        # how well the other rollouts of a group predict a return; PPO replaces it by that of its
+        # value head (UpdateStats.means)
+        **explained_variance(*torch.tensor([targets, others], dtype=torch.float64)),
         **_info_means(rollouts),
     }
 
@@ -191,7 +192,7 @@ def opening_of(rollout: Rollout) -> tuple[int, ...]:
 
 
 def by_seat(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
-    """The rollouts of each environment; with several agents also those of each, as env/agent."""
+    """Rollouts by seat: each environment, and with several agents also each env/agent."""
     found: dict[str, list[Rollout]] = defaultdict(list)
     agents: dict[str, set[str]] = defaultdict(set)
     for r in rollouts:
@@ -316,18 +317,18 @@ def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def mcnemar(before: AbstractSet[Hashable], after: AbstractSet[Hashable]) -> float:
+def mcnemar(lost: int, won: int) -> float:
     """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
 
-    `before` and `after`: the tasks that were solved. Only tasks in exactly one of them count: if
-    the policies are equally good, such a task is lost or won with probability 1/2.
+    `lost`, `won`: how many tasks only the first, or only the second, solved. If the policies are
+    equally good, each of these is lost or won with probability 1/2.
     """
-    lost, won = len(before - after), len(after - before)
     as_extreme = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
     return min(1.0, 2 * as_extreme / 2 ** (lost + won))
 
 
 def _info_means(rollouts: list[Rollout]) -> dict[str, float]:
+    """info/<key>: means of what environments report; reported/<key>: how many, if not all, do."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for key, value in rollout.info.items():

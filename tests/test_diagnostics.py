@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from core.config import KNOWN, Config, WarningName
+from algorithms import grpo
+from core.config import KNOWN, Config, WarningName, resolve
 from core.run import diagnostics
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
@@ -19,10 +20,11 @@ RUNS = Path(__file__).parent.parent / "runs"
 def raised(records, by_group=True):
     """(name, update) of all warnings, raised record by record as in training."""
     inputs = [diagnostics.warning_inputs(record) for record in records]
+    cfg = Config(lr=5e-5, algo="grpo" if by_group else "reinforce")
     return [
         (name, records[end - 1]["update"])
         for end in range(1, len(records) + 1)
-        for name in diagnostics.new_warnings(inputs[:end], by_group)
+        for name in diagnostics.new_warnings(inputs[:end], cfg)
     ]
 
 
@@ -107,16 +109,29 @@ def test_threshold_has_two_sides(name, below, above):
     assert (found, update) == (name, expected)
 
 
+def test_values_explain_nothing_where_all_returns_are_equal():
+    equal = {"reward__min": 1.0, "reward__max": 1.0} | VALUES | {EXPLAINED: 0.0}
+    assert diagnostics.new_warnings(run_of(3, **equal), Config(algo="ppo")) == {}
+
+
 def test_an_update_that_a_strong_kl_rules_may_have_any_direction():
     records = run_of(3, **MOVED, **{DIRECTION: 0.0})
     assert [*diagnostics.new_warnings(records)] == ["wrong_direction"]
     assert diagnostics.new_warnings(records, cfg=Config(lr=5e-5, kl_coef=0.6)) == {}
 
 
-def test_rounding_in_float32_is_smaller():
-    records = run_of(3, gap__logprob_mean=6e-4)
-    assert diagnostics.new_warnings(records) == {}
-    assert [*diagnostics.new_warnings(records, cfg=Config(dtype="float32"))] == ["sampler_gap"]
+@pytest.mark.parametrize(
+    ("metrics", "without", "with_it"),
+    [
+        ({GAP: 6e-4}, Config(), Config(dtype="float32")),  # whose rounding is smaller
+        ({GAP: 0.06}, Config(staleness=1), Config()),  # samples of older weights differ
+        ({"loss__weight": 1.9}, resolve(Config(options=grpo.Options("dr_grpo"))), Config()),
+    ],
+)
+def test_settings_that_explain_a_metric(metrics, without, with_it):
+    records = run_of(3, **metrics)
+    assert diagnostics.new_warnings(records, without) == {}
+    assert len(diagnostics.new_warnings(records, with_it)) == 1
 
 
 @pytest.mark.parametrize(
@@ -209,7 +224,8 @@ def test_a_run_that_never_earned_a_reward_says_so_instead_of_dead_groups(by_grou
         assert raised(run_of(4, **NOTHING | earned), by_group) == dead
     once = NOTHING | {"reward__max": lambda update: 0.5 if update == 2 else 0.0}
     assert "no_reward" not in dict(raised(run_of(30, **once), by_group))
-    unrated = diagnostics.new_warnings(run_of(3, **NOTHING), by_group, advice="")
+    cfg = Config(algo="grpo" if by_group else "reinforce", reward_coef=0.0)
+    unrated = diagnostics.new_warnings(run_of(3, **NOTHING), cfg)
     assert [*unrated] == [name for name, _ in dead]  # of a run that trains on a KL alone
 
 

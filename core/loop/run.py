@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from core import canary, config, distributed
+from core import canary, distributed
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.faults import UsageError
@@ -139,17 +139,12 @@ class Run:
             self.outputs.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
         self.history.append(diagnostics.warning_inputs(record))
-        needs = config.needs(self.cfg)
-        by_group = "groups" in needs and "feedback" not in needs
-        advice = diagnostics.advice_without_reward(self.cfg)
         # the type, which --dtype auto leaves open, says how large rounding is
         dtype: Any = str(self.policy.dtype).removeprefix("torch.")
         cfg = replace(self.cfg, dtype=dtype)
         warnings = distributed.broadcast_from_rank_0(
-            lambda: diagnostics.new_warnings(self.history, by_group, advice, cfg)
+            lambda: diagnostics.new_warnings(self.history, cfg)
         )
-        if self.cfg.staleness:
-            warnings.pop("sampler_gap", None)  # the sampler has older weights
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
         if warnings or self.notes:

@@ -9,6 +9,7 @@ reward? Would more updates help? The same lines open report.html and README.md o
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,10 +67,13 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
 
 def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[Finding]:
     """The warnings of the log that still hold at its end, with their numbers there."""
-    inputs = [*map(diagnostics.warning_inputs, records)]
-    held = diagnostics.active_warnings(inputs)
+    inputs, logged = [*map(diagnostics.warning_inputs, records)], logged_warnings(records)
+    # --dtype auto does not say how large rounding is; in float32 the message names a lower limit
+    exact = any(f"above {diagnostics.MAX_GAP_FLOAT32:g};" in message for *_, message in logged)
+    cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto")
+    held = diagnostics.active_warnings(inputs, cfg)
     found = []
-    for name, updates, message in logged_warnings(records):
+    for name, updates, message in logged:
         if name in held and name in diagnostics.WARNINGS:
             meaning, _ = diagnostics.WARNINGS[name]
             number, advice = held[name].partition("; try ")[0], message.partition("; try ")[2]

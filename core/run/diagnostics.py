@@ -1,11 +1,12 @@
 """An evening on metrics, 2 of 2. Twenty-one warnings about training that goes wrong.
 
-They are computed from the metrics alone, so a resumed run raises the same warnings at the same
-updates. `active_warnings` calls one function for each; its result is "" or what was measured. With
-these limits the recorded runs that learn raise no warning, and the faults of runs/clinic raise
-theirs. Some watch what a correct loop does by construction: sampler and trainer give a token the
+They are computed from the records and the settings alone, so a resumed run raises the same
+warnings at the same updates. `active_warnings` asks the functions below, each of which returns ""
+or what was measured. A missing metric is NaN, and every comparison with NaN is false: hence
+conditions such as `not x < limit`. runs/clinic has twenty faults and the warnings that they raise.
+Some warnings watch what a correct loop does by construction: sampler and trainer give a token the
 same log-prob, a group has one task, the token weights of a loss add up to 1. These name a fault in
-three updates.
+two or three updates.
 """
 
 import itertools
@@ -96,7 +97,7 @@ WARNINGS = {
         " made of ids loses it; make the mask of lengths",
     ),
     "loss_weight": (
-        "the token weights of a gradient step do not add up to 1, so the gradient has another size",
+        "the token weights of a gradient step add up to more than 1, so the gradient is larger",
         "one denominator for the whole step, computed before its micro-batches",
     ),
     "reference_moves": (
@@ -129,15 +130,17 @@ ADVICE = {  # what to try with these models if no reward was earned
 OWN_REWARDS = ("rewarded:", "agent:")
 OWN_REWARD = ("first whether your own code rewards an answer that you know to be right (python -m"
               " environments play SPEC shows its reward, and what your code prints)")  # fmt: skip
-MIN_UPDATES = 3  # before groups without any spread, or without any reward, raise a warning
 WINDOW = 5  # a metric is judged by its mean over this many updates
+MIN_UPDATES = 3  # or by each of this many, where each is a clear sign
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
-LONG_WINDOW = 10  # updates at the start and at the end that reward and accuracy are compared over
+LONG_WINDOW = 10  # updates at both ends, over which reward and the fraction correct are compared
 MAX_EVALUATIONS = 20  # how many earlier evaluations the latest one is compared with
 SOLVED = 0.9  # fraction correct above which low entropy is no problem
-MIN_ENTROPY, ENOUGH_DIFFERING = 0.02, 0.7  # nats per token; unsolved groups whose returns differ
+MIN_ENTROPY = 0.02  # nats per token
+ENOUGH_DIFFERING = 0.7  # of the unsolved groups; above it the policy still explores
 MAX_CAPPED = 0.05  # fraction of tokens whose importance weight is beyond the cap
-MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25  # unsolved groups; those of them with differing returns
+MAX_UNSOLVED = 0.1  # fraction of groups up to which it does not matter if all are dead
+MIN_DIFFERING = 0.25  # of the unsolved groups; up to it the others are too many
 MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
 MAX_MOVED = 0.3  # nats per token by which one update changes a log-prob
 MAX_HIT_LIMIT = 0.95  # fraction of completions
@@ -147,9 +150,13 @@ MAX_GAP_FLOAT32 = 5e-4  # nats; rounding in float32 is below 1e-5
 MIN_LAG = 0.3  # updates that the sampler lacks, in two canaries
 MIN_DIRECTION = 0.1  # correlation of returns and changes of log-probs; about 0.7 if healthy
 STRONG_KL = 0.5  # a larger --kl-coef may rule an update, which then need not follow the rewards
-MAX_SEEN, MANY_TASKS = 0.05, 0.9  # held-out tasks that training had; different ones of all
-MIN_FALL, CERTAIN_FALL = 0.75, 3.0  # standard deviations of a return; standard errors of its mean
+MAX_SEEN = 0.05  # fraction of held-out openings that training had
+MANY_TASKS = 0.9  # different tasks for each held-out episode, at which MAX_SEEN counts
+# how far a mean return has to fall: in standard deviations of a return, and of a mean of P returns
+# (P, not P·G: the rollouts of a task depend on each other)
+MIN_FALL, CERTAIN_FALL = 0.75, 3.0
 MAX_SFT_LOSS = 0.05  # nats per token, of a policy that knows its demonstrations
+# All metrics that the functions below read, besides those of evaluations; a run keeps no others
 INPUTS = """update sft_step sft/loss reward/mean reward/std reward/min reward/max reward/correct
     policy/entropy weights/capped groups/level
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
@@ -168,38 +175,26 @@ def advice_without_reward(cfg: Config) -> str:
     return f"{OWN_REWARD}; else {advice}" if own else advice
 
 
-def new_warnings(
-    records: list[Record],
-    by_group: bool = True,
-    advice: str = WARNINGS["no_reward"][1],
-    cfg: Config = CONFIG,
-) -> dict[str, str]:
+def new_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, str]:
     """Returns the warnings to raise at the last record: name -> message.
 
     A warning is raised if it holds now and held in none of the QUIET_UPDATES updates before; at an
     evaluation, also not at the evaluation before.
 
-    `records` are those of the run so far, or their `warning_inputs`. Set `by_group` to False if
-    the algorithm does not compare the rollouts of a group; then dead groups are no problem.
-    `advice`: see `advice_without_reward`. `cfg`: its learning rate and the size of its groups.
+    `records` are those of the run so far, or their `warning_inputs`. `cfg`: its settings.
     """
-    active = active_warnings(records, by_group, advice, cfg)
+    active = active_warnings(records, cfg)
     if not active:
         return {}
-    before = range(len(records) - 1, 0, -1)  # the number of records at each update before
+    before = range(len(records) - 1, 0, -1)  # records[:end] is the run one, two, .. records ago
     ends = [*before[:QUIET_UPDATES]]
     if _is_evaluation(records[-1]):
         ends += [end for end in before if _is_evaluation(records[end - 1])][:1]
-    held = {name for end in ends for name in active_warnings(records[:end], by_group, advice, cfg)}
+    held = {name for end in ends for name in active_warnings(records[:end], cfg)}
     return {name: message for name, message in active.items() if name not in held}
 
 
-def active_warnings(
-    records: list[Record],
-    by_group: bool = True,
-    advice: str = WARNINGS["no_reward"][1],
-    cfg: Config = CONFIG,
-) -> dict[str, str]:
+def active_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, str]:
     """Returns the warnings that hold at the last record: name -> message.
 
     A message is one line with the measured values and what to try. A comparison of held-out
@@ -207,7 +202,10 @@ def active_warnings(
     """
     if not records or "update" not in records[-1]:
         return {}
+    by_group = "groups" in needs(cfg) and "feedback" not in needs(cfg)
+    advice = advice_without_reward(cfg)
     recent = [r for r in records[-WINDOW:] if "update" in r]
+    # One cause, one warning: the one that explains more takes the place of the other
     no_reward = _no_reward(records) if advice else ""
     equal = _equal_rewards(records)
     dead_groups = equal or _never_spread(records) or _dead_groups(recent, cfg.group_size)
@@ -220,7 +218,7 @@ def active_warnings(
         "weights_at_cap": high.get("weights_at_cap", ""),
         "dead_groups": "" if no_reward or below_start or not by_group else dead_groups,
         "kl_runaway": high.get("kl_runaway", ""),
-        "sampler_gap": _sampler_gap(recent, cfg),
+        "sampler_gap": _sampler_gap(recent, cfg) if not cfg.staleness else "",  # older weights
         "stale_weights": _stale_weights(recent),
         "never_stops": high.get("never_stops", ""),
         "episodes_cut": high.get("episodes_cut", ""),
@@ -232,9 +230,9 @@ def active_warnings(
         "mixed_groups": high.get("mixed_groups", "") if by_group else "",
         "same_tasks": _same_tasks(recent),
         "tokens_left_out": _tokens_left_out(recent, cfg),
-        "loss_weight": _loss_weight(recent),
+        "loss_weight": _loss_weight(recent, cfg),
         "reference_moves": _reference_moves(records),
-        "value_head_frozen": _value_head_frozen(recent, cfg),
+        "value_head_frozen": _value_head_frozen(recent),
         "held_out_seen": _held_out_seen(records[-1], cfg),
     }
     tries = {name: what.format(lr=cfg.lr or 0) for name, (_, what) in WARNINGS.items()}
@@ -244,9 +242,9 @@ def active_warnings(
 
 def earned_nothing(records: list[Record]) -> bool:
     """Whether in every update so far all returns were equal, and none was above 0."""
-    updates = _first_updates(records, len(records))
-    without = [r for r in updates if _finite(r, "reward/min") == _finite(r, "reward/max") <= 0]
-    return 0 < len(updates) == len(without)
+    updates = _updates(records)
+    nothing = [_finite(r, "reward/min") == _finite(r, "reward/max") <= 0 for r in updates]
+    return bool(nothing) and all(nothing)
 
 
 def warning_inputs(record: Record) -> Record:
@@ -255,7 +253,7 @@ def warning_inputs(record: Record) -> Record:
 
 
 def _entropy_collapse(recent: list[Record]) -> str:
-    """Returns that differ in the unsolved groups show that the policy explores all the same."""
+    """Low entropy without success, unless returns differ in most unsolved groups: it explores."""
     values, correct = _values(recent, "policy/entropy"), mean_of(recent, "reward/correct")
     entropy = statistics.median(values) if values else math.nan
     differing, unsolved = _differing(recent)
@@ -276,7 +274,7 @@ def _accuracy_fell(records: list[Record]) -> str:
         reward = change_of(records[end : end + WINDOW], recent, "reward/mean")
         if not reward or reward[1] < reward[0]:
             continue
-        for env in (key.removesuffix("/ci_low") for key in then if key.endswith("/ci_low")):
+        for env in _evaluated(then, "ci_low"):
             low, high = _finite(then, f"{env}/ci_low"), _finite(now, f"{env}/ci_high")
             before, after = _finite(then, f"{env}/accuracy"), _finite(now, f"{env}/accuracy")
             if high < low and after < before:
@@ -288,7 +286,7 @@ def _accuracy_fell(records: list[Record]) -> str:
 
 def _training_accuracy_fell(records: list[Record]) -> str:
     """Reward is higher than in the first updates; the fraction correct is at most half as high."""
-    first, last = _first_updates(records, LONG_WINDOW), records[-LONG_WINDOW:]
+    first, last = _updates(records)[:LONG_WINDOW], records[-LONG_WINDOW:]
     if len(first) < LONG_WINDOW or last[0].get("update", 0) <= first[-1]["update"]:
         return ""
     reward, correct = (change_of(first, last, f"reward/{key}") for key in ("mean", "correct"))
@@ -324,7 +322,8 @@ def _too_high(recent: list[Record]) -> dict[str, str]:
 
 
 def _dead_groups(recent: list[Record], size: int) -> str:
-    """Solved groups need no gradient; of the others, too few have differing returns."""
+    """Solved groups need no gradient; of the others, too few have differing returns. (Counted as
+    if no solved group had: where some have, dead ones go unnoticed.)"""
     differing, unsolved = _differing(recent)
     if unsolved > MAX_UNSOLVED and differing <= MIN_DIFFERING * unsolved:
         return (f"in {1 - differing / unsolved:.0%} of the groups that are not all right, all "
@@ -339,7 +338,7 @@ def _differing(recent: list[Record]) -> tuple[float, float]:
 
 def _equal_rewards(records: list[Record]) -> str:
     """Since the first update all rollouts have earned the same, and more than nothing."""
-    updates = _first_updates(records, len(records))
+    updates = _updates(records)
     returns = {_finite(r, f"reward/{end}") for r in updates for end in ("min", "max")}
     if len(updates) < MIN_UPDATES or len(returns) > 1 or not min(returns) > 0:
         return ""
@@ -349,7 +348,7 @@ def _equal_rewards(records: list[Record]) -> str:
 def _below_start(records: list[Record]) -> str:
     """Held-out accuracy is below that of the first evaluation, beyond both 95% intervals."""
     first, now = next(filter(_is_evaluation, records), {}), records[-1]
-    for env in (key.removesuffix("/ci_low") for key in first if key.endswith("/ci_low")):
+    for env in _evaluated(first, "ci_low"):
         if _finite(now, f"{env}/ci_high") < _finite(first, f"{env}/ci_low"):
             before, after = _finite(first, f"{env}/accuracy"), _finite(now, f"{env}/accuracy")
             return (f"accuracy on {env.removeprefix('eval/')} has fallen from {before:.2f} at the "
@@ -359,7 +358,7 @@ def _below_start(records: list[Record]) -> str:
 
 def _reward_fell(records: list[Record], cfg: Config) -> str:
     """Each of the last updates earned clearly less than the first, on tasks of the same level."""
-    first, last = _first_updates(records, 1), records[-MIN_UPDATES:]
+    first, last = _updates(records)[:1], records[-MIN_UPDATES:]
     if not first or last[0].get("update", 0) <= first[0]["update"]:
         return ""
     if len({_finite(r, "groups/level") for r in first + last if "groups/level" in r}) > 1:
@@ -375,12 +374,12 @@ def _reward_fell(records: list[Record], cfg: Config) -> str:
 
 
 def _memorized(records: list[Record]) -> str:
-    """After the warm start a policy that gives the whole of a demonstration the probability p, that
-    is exp(-loss · tokens), should be right on about as many held-out tasks."""
+    """Before update 1. A policy whose loss is l gives a demonstration of n tokens the probability
+    exp(-l n), about. Had it learned the tasks, it would solve about that fraction of others."""
     now, losses = records[-1], [_finite(r, "sft/loss") for r in records if "sft_step" in r][-3:]
     if now["update"] > 0 or not losses or not max(losses) < MAX_SFT_LOSS:
         return ""
-    for env in (key.removesuffix("/ci_high") for key in now if key.endswith("/ci_high")):
+    for env in _evaluated(now, "ci_high"):
         expected = math.exp(-losses[-1] * _finite(now, f"{env}/tokens_mean"))
         if _finite(now, f"{env}/ci_high") < expected / 2:
             return (f"the loss of the warm start is {losses[-1]:.2g} nats per token, but accuracy "
@@ -390,16 +389,16 @@ def _memorized(records: list[Record]) -> str:
 
 def _never_spread(records: list[Record]) -> str:
     """Since the first update no group had different returns, and not because they were right."""
-    updates = _first_updates(records, len(records))
-    spread = [r for r in updates if _finite(r, "groups/zero_std_fraction") != 1]
-    solved = [r for r in updates if _finite(r, "groups/all_right") >= 1 - MAX_UNSOLVED]
+    updates = _updates(records)
+    spread = any(_finite(r, "groups/zero_std_fraction") != 1 for r in updates)
+    solved = any(_finite(r, "groups/all_right") >= 1 - MAX_UNSOLVED for r in updates)
     if len(updates) < MIN_UPDATES or spread or solved:
         return ""
     return f"in all {len(updates)} updates so far, the returns within each group were equal"
 
 
 def _no_reward(records: list[Record]) -> str:
-    updates = len(_first_updates(records, len(records)))
+    updates = len(_updates(records))
     if updates < MIN_UPDATES or not earned_nothing(records):
         return ""
     broken = mean_of(records[-WINDOW:], "info/agent_error")
@@ -439,29 +438,28 @@ def _wrong_direction(recent: list[Record]) -> str:
 
 
 def _same_tasks(recent: list[Record]) -> str:
-    repeated = min(_last(recent, "groups/repeated", 2), default=math.nan)
-    return (
-        "all tasks of the last two updates were those of the update before" if repeated == 1 else ""
-    )
+    if _last(recent, "groups/repeated", 2) != [1, 1]:
+        return ""
+    return "all tasks of the last two updates were those of the update before"
 
 
 def _tokens_left_out(recent: list[Record], cfg: Config) -> str:
     last = recent[-MIN_UPDATES:]
     lost = [_finite(r, "tokens/sampled") - _finite(r, "tokens/trained") for r in last]
     dropped = [_finite(r, "episodes/failed") for r in last if r.get("episodes/failed")]
-    if len(lost) < MIN_UPDATES or not all(lost) or dropped or math.isnan(sum(lost)):
+    if dropped or cfg.filter_groups or cfg.mask_truncated_completions:
         return ""
-    if cfg.filter_groups or cfg.mask_truncated_completions:
+    if len(lost) < MIN_UPDATES or not all(abs(tokens) > 0 for tokens in lost):  # NaN: not measured
         return ""
-    rollouts = cfg.num_prompts * cfg.group_size
-    return (f"{abs(lost[-1]):.0f} of {_finite(last[-1], 'tokens/sampled'):.0f} sampled tokens are "
-            f"not in the loss, {abs(lost[-1]) / rollouts:.2g} per rollout")  # fmt: skip
+    return (f"{_finite(last[-1], 'tokens/sampled'):.0f} tokens were sampled, "
+            f"{_finite(last[-1], 'tokens/trained'):.0f} are in the loss")  # fmt: skip
 
 
-def _loss_weight(recent: list[Record]) -> str:
-    """The weights of `constant` aggregation need not add up to 1."""
+def _loss_weight(recent: list[Record], cfg: Config) -> str:
+    """Without a token in the loss a sum is 0; with `constant` aggregation it may be any number."""
     sums = _last(recent, "loss/weight")
-    if not min(sums, default=math.nan) > 1 + 1e-3:
+    constant = getattr(cfg.options, "aggregation", "") == "constant"
+    if constant or not sums or min(sums) <= 1 + 1e-3:
         return ""
     return f"the token weights of a gradient step add up to {sums[-1]:.3g}"
 
@@ -469,28 +467,32 @@ def _loss_weight(recent: list[Record]) -> str:
 def _reference_moves(records: list[Record]) -> str:
     """After m nats of movement the KL is about m²/2; a tenth of that is still not 0."""
     last = records[-MIN_UPDATES:]
+    if len(last) < MIN_UPDATES:
+        return ""
     for before, now in itertools.pairwise(last):
         moved = _finite(before, "update/moved")
         noise = max(1e-3, 3 * _finite(before, "gap/logprob_mean"))
         if not (moved > noise and _finite(now, "kl/reference") < moved**2 / 20):
             return ""
-    if len(last) < MIN_UPDATES:
-        return ""
     return (f"the KL to the reference is {_finite(last[-1], 'kl/reference'):.2g} although the "
             f"update before moved the policy by {_finite(last[-2], 'update/moved'):.2g} nats "
             "per token")  # fmt: skip
 
 
-def _value_head_frozen(recent: list[Record], cfg: Config) -> str:
-    explained = _last([r for r in recent if "value/loss" in r], "baseline/explained_variance")
+def _value_head_frozen(recent: list[Record]) -> str:
+    """The values explain exactly 0 where all are 0; and where all returns are equal, left out."""
+    judged = [r for r in recent if "value/loss" in r
+              and _finite(r, "reward/min") != _finite(r, "reward/max")]  # fmt: skip
+    explained = _last(judged, "baseline/explained_variance")
     if not explained or any(explained):
         return ""
     return f"the values explain exactly 0 of the returns' variance in {len(explained)} updates"
 
 
 def _held_out_seen(now: Record, cfg: Config) -> str:
-    """Not of environments with few tasks or openings, which training has as well."""
-    for env in (key.removesuffix("/seen") for key in now if key.endswith("/seen")):
+    """Only where nearly each episode is a task with an opening of its own: in games training has
+    the same openings anyway."""
+    for env in _evaluated(now, "seen"):
         seen, openings = _finite(now, f"{env}/seen"), _finite(now, f"{env}/openings")
         many = openings == _finite(now, f"{env}/tasks") >= MANY_TASKS * cfg.eval_num_tasks
         if seen > MAX_SEEN and many:
@@ -505,9 +507,9 @@ def _adapters_unchanged(recent: list[Record]) -> str:
     return f"{zero[-1]:.0%} of the adapters are still 0"
 
 
-def _first_updates(records: list[Record], number: int) -> list[Record]:
-    """The first `number` records of updates with a gradient step (update 0 only evaluates)."""
-    return [r for r in records if (r.get("update") or 0) > 0][:number]
+def _updates(records: list[Record]) -> list[Record]:
+    """The records from update 1 on; update 0 is the evaluation before training."""
+    return [r for r in records if (r.get("update") or 0) > 0]
 
 
 def _finite(record: Record, name: str) -> float:
@@ -528,6 +530,7 @@ def _values(records: list[Record], name: str) -> list[float]:
 
 
 def mean_of(records: list[Record], name: str) -> float:
+    """The mean of a metric; NaN with fewer than WINDOW values."""
     values = _values(records, name)
     return statistics.fmean(values) if values else math.nan
 
@@ -558,6 +561,11 @@ def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float
     means = statistics.fmean(before), statistics.fmean(after)
     error = math.sqrt(sum(statistics.variance(v) / len(v) for v in (before, after)))
     return means if abs(means[1] - means[0]) > 2 * error else None
+
+
+def _evaluated(record: Record, metric: str) -> list[str]:
+    """ "eval/<env>" of each environment whose evaluation has this metric."""
+    return [key.removesuffix(f"/{metric}") for key in record if key.endswith(f"/{metric}")]
 
 
 def _is_evaluation(record: Record) -> bool:

@@ -9,15 +9,17 @@ four, or spell the word and count, which is right nearly always. One gradient st
 of the better answers more likely, and those of the worse ones less likely, on the whole. The
 default run does this 25 times, with sixteen questions each time.
 
-From elsewhere: `load_policy` loads the model and its tokenizer, `prompt_ids` writes messages as
-token ids, with the marks between them, and `LetterCounting` asks (`reset`) and rewards (`step`).
+Imported: `load_policy` loads the model and its tokenizer, `prompt_ids` writes messages as token
+ids, with the chat template's special tokens, and `LetterCounting` asks (`reset`) and rewards
+(`step`).
 
 train.py also has:
 
 - episodes of several turns, whose rollouts may be several sequences (core/episodes.py, batching.py)
 - a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
 - micro-batches, which bound the memory; the common beginning of texts is computed once
-- importance weights, as the sampler's log-probs differ slightly (algorithms/off_policy.py)
+- importance weights, as sampler and trainer give slightly different log-probs
+  (algorithms/off_policy.py)
 - several gradient steps per update; then the ratio leaves 1, and the clip acts (algorithms/grpo.py)
 - penalties for leaving a reference (KL), a bonus for entropy, and PPO's values (algorithms/ppo.py)
 - several processes, evaluation, logging, checkpoints
@@ -68,7 +70,7 @@ def sample(policy: Policy, prompt: list[int]) -> list[list[int]]:
 def token_logprobs(policy: Policy, ids: Tensor) -> Tensor:
     """The log of the probability that the model gives to each next token; [B, T] -> [B, T-1]."""
     logprobs = policy.model(ids).logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
-    # of the V log-probs at position t that of the token which came next, token t+1
+    # at position t, pick the log-prob of the token that came next, token t+1
     return logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
@@ -78,11 +80,11 @@ def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tenso
     It is a mean over all sampled tokens, so that each counts the same, in long answers and short
     (as in DAPO, a variant of GRPO). The ratio is the probability of a token now, divided by that
     when it was sampled. Here it is 1, but its gradient is that of the log-prob: with `logprobs` in
-    the place of `ratio` this file would take the same step. train.py may take several
-    steps with the same answers; from the second on the ratio is not 1 any more, and corrects for
-    the change of the weights. The gradient pushes a token up where its answer has a positive
-    advantage, and down where it is negative. All answers share the weights, so the sum of all
-    pushes decides.
+    the place of `ratio` this file would take the same step. train.py may take several steps with
+    the same answers; from the second on the ratio is not 1 any more, and corrects for the change of
+    this token's probability, though not of those before it. The gradient pushes a token up where
+    its answer has a positive advantage, and down where it is negative. All answers share the
+    weights, so the sum of all pushes decides.
     """
     ratio = (logprobs - logprobs.detach()).exp()  # detach: the same numbers, as constants
     return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()  # M of policy_gradient.md
@@ -115,8 +117,8 @@ def main(policy: Policy) -> None:
     mean, std = returns.mean(1, keepdim=True), returns.std(1, keepdim=True)  # [P, 1]
     advantages = ((returns - mean) / (std + 1e-4)).flatten()  # [B]; 1e-4: no division by 0
 
-    # 4. The loss, its gradient, and a step. AdamW's first one moves almost every weight by about
-    #    lr, whatever the size of its gradient
+    # 4. The loss, its gradient, and a step. AdamW's first step moves almost every weight by about
+    #    lr, whatever the size of the gradient, so that clipping it matters from the second step on
     logprobs = token_logprobs(policy, ids)  # [B, T-1]
     compute_loss(logprobs, advantages, sampled).backward()  # gives every weight its gradient
     torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # to length 1, if longer
@@ -127,7 +129,7 @@ def main(policy: Policy) -> None:
         before = (logprobs * sampled).sum(1)  # [B]
         after = (token_logprobs(policy, ids) * sampled).sum(1)  # [B]
     for i, question in enumerate(questions):
-        table = Table("answer", "reward", "advantage", "log-prob", "after", title=question)
+        table = Table("answer", "reward", "advantage", "log-prob before", "after", title=question)
         for row in range(i * G, (i + 1) * G):
             numbers = rewards[row], advantages[row], before[row], after[row]
             table.add_row(printable(texts[row]), *(f"{number:.2f}" for number in numbers))
