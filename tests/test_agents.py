@@ -291,7 +291,7 @@ def run(task, client):
     if task["fails"]:
         {statement}
     return 1.0
-''', rows, zero_on="Odd httpx.ConnectError", timeout=timeout)  # fmt: skip
+''', rows, zero_on="program.Odd httpx.ConnectError", timeout=timeout)  # fmt: skip
     threads = threading.active_count()
     rollouts = collect(policy, spec, 4, max_turns=4)
     failing = [r for r in rollouts if r.episode_return != 1]

@@ -33,6 +33,7 @@ One row in eight is reserved for evaluation, decided by its content; where --eva
 data, both are used whole, and rows that occur in both are not trained on.
 """
 
+import builtins
 import copy
 import ctypes
 import inspect
@@ -153,10 +154,10 @@ class Play:
 
 class AgentProgram(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
-    with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, by
-    class name; `error_reward`: what they earn at most; `timeout`: seconds between two requests, and
-    until the program ends after its last one; `host`: the address of this machine at which programs
-    in containers reach the endpoint."""
+    with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, as
+    module.Name; `error_reward`: what they earn at most; `timeout`: seconds between two requests,
+    and until the program ends after its last one; `host`: the address of this machine at which
+    programs in containers reach the endpoint."""
 
     is_program = True  # core/extras/agents.py answers its requests
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
@@ -183,7 +184,7 @@ class AgentProgram(Env):
             import_openai()
         self.arguments = split_words(command)
         self.train, self.test, _ = load(data, "", config, split)
-        self.zero_on = tuple(kind for name in zero_on for kind in _exceptions(name))
+        self.zero_on = tuple(map(_exception, zero_on))
         self.error_reward, self.timeout, self.host = _number(error_reward), timeout, host
         try:
             if socket.gethostbyname(host) == "0.0.0.0":  # all: no program can ask there
@@ -408,22 +409,14 @@ def _parameters(function: Any) -> dict[str, Any]:
     return dict(inspect.signature(function).parameters)
 
 
-def _exceptions(name: str) -> list[type[BaseException]]:
-    """The exceptions of that name, `Name` or `module.Name`. Raises UsageError if there is none."""
+def _exception(name: str) -> type[BaseException]:
+    """The exception `module.Name`, or Python's `Name`. Raises UsageError if there is none."""
     module, _, bare = name.rpartition(".")
-    found = [import_attribute(module, bare)] if module else _kinds(BaseException)
-    kinds = [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseException)]
-    if not module:
-        kinds = [kind for kind in kinds if kind.__name__ == bare]
-    if not kinds:
+    kind = import_attribute(module, bare) if module else getattr(builtins, bare, None)
+    if not isinstance(kind, type) or not issubclass(kind, BaseException):
         raise UsageError(f"zero_on={name}: that is no exception; write where it is, such as "
                          "zero_on=httpx.ConnectError")  # fmt: skip
-    return kinds
-
-
-def _kinds(kind: type[BaseException]) -> list[type[BaseException]]:
-    """The class, and all that derive from it."""
-    return [kind, *(below for child in type.__subclasses__(kind) for below in _kinds(child))]
+    return kind
 
 
 def _causes(error: BaseException) -> list[BaseException]:
