@@ -32,7 +32,7 @@ import httpx
 
 from environments.adapters import import_library
 from environments.base import Env, EnvFailure, Message, Step, UsageError
-from environments.parsing import MAX_CANDIDATES, MAX_CHARACTERS, Retries, read_action, user
+from environments.parsing import Retries, json_objects, read_action, user
 
 HIDDEN_FIELDS = ("done", "reward", "metadata")
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -106,15 +106,9 @@ class OpenEnv(Env):
         if len(self.fields) == 1:
             value = read_action(response, self.fields[0], lambda value: value)
             return {self.fields[0]: response if value is None else value}
-        start, text = MAX_CHARACTERS, response[-MAX_CHARACTERS:]
-        for _ in range(MAX_CANDIDATES):
-            start = text.rfind("{", 0, start)
-            if start < 0:
-                break
-            with suppress(ValueError, RecursionError):
-                value, _ = json.JSONDecoder().raw_decode(text, start)
-                if set(self.fields) <= set(value):
-                    return {field: value[field] for field in self.fields}
+        for found in json_objects(response):
+            if {*self.fields} <= {*found}:
+                return {field: found[field] for field in self.fields}
         return None
 
     def _check_fields(self) -> None:
