@@ -305,7 +305,7 @@ class SingleAgentEnv(MultiAgentEnv):
     agents = (PLAYER,)
 
     def __init__(self, env: Env):
-        self.env, self.thread_safe, self.heavy = env, env.thread_safe, env.heavy
+        self.env = env
 
     @property
     def tools(self) -> Sequence[Callable[..., Any]]:

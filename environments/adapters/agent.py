@@ -8,29 +8,10 @@
             model="picorl", messages=[{"role": "user", "content": task["question"]}])
         return float(task["answer"] in answer.choices[0].message.content)
 
-`task` is a row of `data`; `client` is an openai.OpenAI, `base_url` and `api_key` are for any other
-client or framework (endpoint.py has the addresses). All requests with that key are one episode: the
-program has one for each, and many run at the same time, each in a thread; those of an async
-function in one event loop, where none of them may wait without `await`. A `command` reads
-OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON on standard input; the last line that it prints
-is the reward as JSON.
-
-Reward: what the program returns, a number or a dict with `reward`, `turns`, a reward for each
-answer, in the order in which they were asked for, and any other numbers, which become metrics.
-`info["correct"]`: `correct` of the dict, else whether the reward is 1 or more; `info["row"]`:
-FILE:LINE of the row.
-
-Breaking the program does not pay: whatever goes wrong after an answered request counts as the
-policy's doing, be it an exception, a result that is no reward, or a command that ends with another
-code than 0. Such an episode earns `error_reward`, or the lowest return of its batch if that is
-lower. Not the policy's doing, so that the episode fails: EnvFailure of environments.base, which a
-program raises where something of its own fails, such as a search engine (a command ends with code
-75); a connection that fails, a deadline, and an HTTP status that says so (401, 403, 429, from 500).
-`zero_on` names exceptions of these kinds that are the policy's doing, such as httpx.ConnectError
-where it chooses the addresses. A limit, --max-turns or the context, refuses further requests.
-
-One row in eight is reserved for evaluation, decided by its content; where --eval-env names other
-data, both are used whole, and rows that occur in both are not trained on.
+All requests with one API key are one episode: the program has one for each, and many run at the
+same time, each in a thread; those of an async function in one event loop. endpoint.py has the
+addresses. agents/README.md says what a program gets and returns, which failures are the policy's
+doing, and which rows are for evaluation; `info["row"]` is FILE:LINE of the row.
 """
 
 import builtins
