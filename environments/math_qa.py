@@ -47,7 +47,8 @@ from environments import rewarded
 from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
-from environments.plumbing.dataset import import_for, read_hub
+from environments.plumbing.dataset import read_hub
+from environments.plumbing.installed import import_library
 from environments.plumbing.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 
 GUESS_ERRORS = [-10, -2, -1, -1, 0, 1, 1, 2, 10]  # a hasty demonstration adds one of these
@@ -154,7 +155,7 @@ def load(data: str) -> tuple[list[Problem], list[Problem]]:
         if not problems:
             raise UsageError(f"data={data} has no usable question for {use}")
     if any(parse_number(problem.answer) is None for problem in train + test):
-        import_for("math_verify", data)
+        import_library("math_verify")
     return train, test
 
 

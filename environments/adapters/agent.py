@@ -47,6 +47,7 @@ from environments.base import (
 )
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row
+from environments.plumbing.installed import import_library
 from environments.plumbing.options import split_words
 from environments.plumbing.registry import import_attribute, place_of
 from environments.plumbing.tools import read_calls
@@ -162,7 +163,7 @@ class AgentProgram(Env):
         if run and not callable(self.function):
             raise UsageError(f"run={run}: it is no function")
         if run and "client" in _parameters(self.function):
-            import_openai()
+            import_library("openai", "openai")
         self.arguments = split_words(command)
         self.train, self.test, _ = load(data, "", config, split)
         self.zero_on = tuple(map(_exception, zero_on))
@@ -335,7 +336,7 @@ class AgentProgram(Env):
             given[first] = row
         with ExitStack() as stack:
             if "client" in names:  # with connections of its own: to interrupt it may break them
-                openai = import_openai()
+                openai = import_library("openai", "openai")
                 http = openai.DefaultHttpxClient(  # no certificates: quick to make
                     verify=False, trust_env=False
                 )
@@ -375,15 +376,6 @@ class AgentProgram(Env):
         with suppress(ValueError, RecursionError):
             return json.loads(last[0] if last else "")
         raise ValueError(f"the last line of {self.arguments[0]} is no reward as JSON: {last}"[:300])
-
-
-def import_openai() -> Any:
-    """Raises UsageError if it is not installed."""
-    try:
-        import openai
-    except ImportError:
-        raise UsageError('openai is not installed: pip install -e ".[openai]"') from None
-    return openai
 
 
 def _parameters(function: Any) -> dict[str, Any]:

@@ -30,11 +30,11 @@ Reward of a response:
 import random
 from typing import Any
 
-from environments.adapters import import_library
 from environments.adapters.gymnasium_players import Game, find_game, format_hint, json_actions
 from environments.adapters.spaces import as_element, to_json
 from environments.base import Env, Message, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
+from environments.plumbing.installed import import_library
 from environments.plumbing.registry import import_attribute, import_source
 
 

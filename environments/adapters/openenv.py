@@ -30,9 +30,9 @@ from typing import Any
 
 import httpx
 
-from environments.adapters import import_library
 from environments.base import Env, EnvFailure, Message, Step, UsageError
 from environments.parsing import Retries, json_objects, read_action, user
+from environments.plumbing.installed import import_library
 
 HIDDEN_FIELDS = ("done", "reward", "metadata")
 CONNECT_TIMEOUT = 10.0  # seconds

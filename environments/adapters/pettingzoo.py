@@ -16,7 +16,6 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-from environments.adapters import import_library
 from environments.adapters.gymnasium import extract_action, load_words
 from environments.adapters.gymnasium_players import (
     Game,
@@ -27,6 +26,7 @@ from environments.adapters.gymnasium_players import (
 from environments.adapters.spaces import MAX_SPELLED, as_element, check_observations, to_json
 from environments.base import Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, user
+from environments.plumbing.installed import import_library
 from environments.plumbing.registry import import_source
 
 

@@ -25,9 +25,10 @@ import os
 import re
 from typing import Any
 
-from environments.adapters import import_library, preserve_global_generators
+from environments.adapters import preserve_global_generators
 from environments.base import Env, Message, Step, UsageError
 from environments.parsing import read_action, user
+from environments.plumbing.installed import import_library
 
 ARITHMETIC = re.compile(r"(?:[\d\s+/()-]|\*(?!\*)){1,1000}")
 POLYNOMIAL = re.compile(r"(?:[\d\s+/()C-]|[xyzX](?:\s*\*\*\s*\d\d?(?!\d))?|\*(?!\*)){1,1000}")

@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from environments.adapters import import_library, preserve_global_generators
+from environments.adapters import preserve_global_generators
 from environments.base import Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import read_action, user
+from environments.plumbing.installed import import_library
 
 MAX_ACTION_LENGTH = 2000  # characters
 MAX_PLAYERS = 20

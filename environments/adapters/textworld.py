@@ -28,9 +28,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from environments.adapters import import_library
 from environments.base import Env, Message, Step, UsageError
 from environments.parsing import Retries, read_action, user
+from environments.plumbing.installed import import_library
 
 # level: rooms, objects, commands on the shortest solution
 LEVELS = {1: (1, 3, 1), 2: (2, 4, 2), 3: (3, 6, 3), 4: (4, 8, 4), 5: (6, 10, 6)}
