@@ -57,7 +57,6 @@ POLL = 0.5  # seconds that a call waits at most; each look interrupts the sampli
 INTERVAL = 0.5  # seconds between interruptions of a program that must end
 SWITCH = 5e-4  # seconds until another thread's turn: a program may compute without an end
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
-MAX_OUTPUT = 100_000  # bytes of a command's output that are read, from its end
 EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructure fails
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
@@ -367,12 +366,11 @@ class AgentProgram(Env):
                     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
                 remote._kill(process)
             code = process.wait()
-            last = [line for line in _tail(out).splitlines() if line.strip()][-1:]
+            last = remote.last_lines(out)[-1:]
             if code:
-                lines = [line.strip() for line in _tail(err).splitlines() if line.strip()]
                 kind = EnvFailure if code == EX_TEMPFAIL else RuntimeError
-                raise kind(f"{self.arguments[0]} ended with code {code}: "
-                           f"{' | '.join(lines[-3:])}"[:500])  # fmt: skip
+                said = " | ".join(remote.last_lines(err)[-3:])
+                raise kind(f"{self.arguments[0]} ended with code {code}: {said}"[:500])
         with suppress(ValueError, RecursionError):
             return json.loads(last[0] if last else "")
         raise ValueError(f"the last line of {self.arguments[0]} is no reward as JSON: {last}"[:300])
@@ -419,11 +417,6 @@ def _number(value: Any) -> float:
     if not abs(float(value)) <= MAX_REWARD:
         raise ValueError(f"the program returned {value!r:.60}, not within ±{MAX_REWARD:g}")
     return float(value)
-
-
-def _tail(file: Any) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
-    return file.read().decode(errors="replace")
 
 
 def _choice(text: str) -> Choice:

@@ -57,7 +57,8 @@ from environments.plumbing.tools import schemas
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
 MAX_TIMEOUT = 1_000_000  # seconds
-SHOWN_LINES, SHOWN_BYTES = 3, 1000  # of the server's stderr
+MAX_OUTPUT = 100_000  # bytes of what a process wrote that are read, from the end
+SHOWN_LINES, SHOWN_CHARACTERS = 3, 1000  # of the server's stderr
 SLICE = 0.1  # seconds
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
 
@@ -138,9 +139,7 @@ class Remote(Env):
         """Returns the end of what the server wrote to stderr, to append to an error."""
         if self.stderr is None:
             return ""
-        self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - SHOWN_BYTES))
-        lines = self.stderr.read().decode(errors="replace").split("\n")
-        shown = " | ".join([line.strip() for line in lines if line.strip()][-SHOWN_LINES:])
+        shown = " | ".join(last_lines(self.stderr)[-SHOWN_LINES:])[-SHOWN_CHARACTERS:]
         return f"; last lines of its stderr: {shown}" if shown else ""
 
     def _start(self) -> subprocess.Popen:
@@ -258,6 +257,13 @@ def _kill(process: subprocess.Popen) -> None:
                 command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
                 subprocess.run(command, capture_output=True)
             process.kill()
+
+
+def last_lines(file: IO[bytes]) -> list[str]:
+    """The lines in the end of a file, without those that are empty."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
+    lines = file.read().decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _read_messages(value: Any) -> list[Message]:
