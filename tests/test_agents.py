@@ -245,7 +245,6 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "1 / 0": 0.0,
     "return None": 0.0,
     "return {'reward': 1, 'score': {1, 2}}": 0.0,
-    "return {'reward': 1, 'turns': [float('nan')]}": 0.0,
     "raise KeyboardInterrupt": 0.0,
     "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
     "raise ExceptionGroup('tools', [EnvFailure('no search')])": "EnvFailure: no search",
@@ -255,7 +254,6 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 21); "
     "if the policy's answers cause it: zero_on=TimeoutError",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
-    "while True: safe(client)": "TimeoutError: 100 requests got no answer",
     "while True: pass": "TimeoutError: the program did nothing for 1 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
