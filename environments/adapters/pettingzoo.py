@@ -58,7 +58,7 @@ class PettingZoo(MultiAgentEnv):
         agent = self.env.agent_selection
         space = self.env.action_space(agent)
         action = as_element(space, extract_action(self.game, responses[agent]))
-        if action is None or not self._is_legal(action):
+        if action is None or (self.mask is not None and not self.mask[action]):
             refused = self.retries[agent].refuse(format_hint(self.game))
             others = {} if not refused.done else set(self.returns) - {agent}
             end = Step(None, 0.0, True, {"correct": False})
@@ -106,9 +106,6 @@ class PettingZoo(MultiAgentEnv):
         names = self.game.actions or tuple(map(str, range(len(self.mask))))
         legal = [name for name, ok in zip(names, self.mask, strict=True) if ok]
         return f"{text}\nLegal: {' '.join(legal)}"
-
-    def _is_legal(self, action: Any) -> bool:
-        return self.mask is None or bool(self.mask[action])
 
     def _by_numbers(self, space: Any) -> Game:
         for agent in self.env.agents:
