@@ -281,17 +281,6 @@ def results(rollout):
     return [m["content"] for m in rollout.messages if m["role"] == "tool"]
 
 
-def test_schemas_come_from_hints_and_docstrings():
-    first, *others = schemas(Adder())
-    assert first["function"]["parameters"] == {
-        "type": "object", "required": ["a", "b"],
-        "properties": {"a": {"type": "integer", "description": "The first."},
-                       "b": {"type": "integer", "description": "The second."}},
-    }  # fmt: skip
-    assert others[-1]["function"]["parameters"]["required"] == ["text"]
-    assert schemas(make("letter_counting")) == []
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_are_read_in_the_format_of_the_template(name):
     family = FAMILIES[name]
