@@ -35,9 +35,9 @@ With opponent=self two agents, "X" (who begins) and "O", act in turn, as in tic_
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from environments.base import Env, MultiAgentEnv, UsageError
+from environments.base import Env, MultiAgentEnv, check_range
 from environments.plumbing.board_games import AgainstOpponent, BoardGame, SelfPlay
 
 # Bitboard: the stones of a side are the bits of one integer, bit 7 * column + row, row 0 at the
@@ -46,6 +46,7 @@ COLUMNS, ROWS, STRIDE = 7, 6, 7
 DIRECTIONS = (1, STRIDE - 1, STRIDE, STRIDE + 1)  # bit offsets: up, down right, right, up right
 CENTRE_FIRST = (3, 2, 4, 1, 5, 0, 6)  # columns from 0; most lines pass through the centre
 MIN_DEMO_DEPTH = 4  # search depth of demonstrations, unless that of the opponent is larger
+Opponent = Literal["random", "minimax", "self"]
 
 
 class Stones(NamedTuple):
@@ -58,12 +59,9 @@ class Stones(NamedTuple):
         return str(self.X | self.O)
 
 
-def connect4(opponent: str = "random", depth: int = 4) -> Env | MultiAgentEnv:
+def connect4(opponent: Opponent = "random", depth: int = 4) -> Env | MultiAgentEnv:
     """`opponent`: random, minimax or self; `depth`: search depth of minimax in moves, 1 to 6."""
-    if opponent not in ("random", "minimax", "self"):
-        raise UsageError(f"opponent must be random, minimax or self, not {opponent!r}")
-    if not 1 <= depth <= 6:
-        raise UsageError(f"depth must be 1 to 6, not {depth}")
+    check_range("depth", depth, 1, 6)
     game = BoardGame(
         rules="Connect four: you are {side}. Drop stones in columns 1 to 7; four in a line win.",
         move="column", takes="drops in", free="open",

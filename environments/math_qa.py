@@ -41,10 +41,10 @@ import functools
 import random
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from environments import rewarded
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, check_range
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
 from environments.plumbing.dataset import read_hub
@@ -81,11 +81,8 @@ class MathQA(Env):
     """One question, one response. `level`: 1 to 6; `data`: a name of `HUB` or a file;
     `style`: tags or plain."""
 
-    def __init__(self, level: int = 1, data: str = "", style: str = "tags"):
-        if level not in LEVELS:
-            raise UsageError(f"level must be 1 to {max(LEVELS)}, not {level}")
-        if style not in ASK:
-            raise UsageError(f"style must be {' or '.join(ASK)}, not {style!r}")
+    def __init__(self, level: int = 1, data: str = "", style: Literal["tags", "plain"] = "tags"):
+        check_range("level", level, 1, max(LEVELS))
         self.level, self.style = level, style
         self.form = "number" if level < 5 and not data else "exact result"
         self.train, self.test = load(data) if data else ([], [])

@@ -30,18 +30,17 @@ Other opponents (opponent=runs/x) play one of these two seats: core/extras/oppon
 """
 
 from functools import cache
+from typing import Literal
 
-from environments.base import Env, MultiAgentEnv, UsageError
+from environments.base import Env, MultiAgentEnv
 from environments.plumbing.board_games import OTHER, AgainstOpponent, BoardGame, SelfPlay
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 EMPTY = "." * 9
 
 
-def tic_tac_toe(opponent: str = "random") -> Env | MultiAgentEnv:
+def tic_tac_toe(opponent: Literal["random", "perfect", "self"] = "random") -> Env | MultiAgentEnv:
     """`opponent`: random, perfect or self."""
-    if opponent not in ("random", "perfect", "self"):
-        raise UsageError(f"opponent must be random, perfect or self, not {opponent!r}")
     return SelfPlay(GAME) if opponent == "self" else TicTacToe(opponent == "perfect")
 
 

@@ -43,6 +43,7 @@ from environments.base import (
     Message,
     Step,
     UsageError,
+    check_range,
     checked_step,
 )
 from environments.plumbing import event_loop
@@ -152,9 +153,7 @@ class AgentProgram(Env):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
         if not data:
             raise UsageError("set data=FILE.jsonl: a task in each line")
-        if not 0 < timeout <= remote.MAX_TIMEOUT:
-            raise UsageError(f"timeout must be more than 0 and at most {remote.MAX_TIMEOUT:,} "
-                             f"seconds, not {timeout:g}")  # fmt: skip
+        check_range("timeout", timeout, *remote.TIMEOUTS)
         self.function: Any = None
         if run:
             self.function = import_attribute(*run.rpartition(":")[::2])

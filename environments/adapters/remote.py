@@ -47,6 +47,7 @@ from environments.base import (
     Message,
     Step,
     UsageError,
+    check_range,
     checked_step,
 )
 from environments.plumbing.options import split_words
@@ -56,7 +57,7 @@ from environments.plumbing.tools import schemas
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
-MAX_TIMEOUT = 1_000_000  # seconds
+TIMEOUTS = 0.001, 1_000_000  # seconds
 MAX_OUTPUT = 100_000  # bytes of what a process wrote that are read, from the end
 SHOWN_LINES, SHOWN_CHARACTERS = 3, 1000  # of the server's stderr
 SLICE = 0.1  # seconds
@@ -80,9 +81,7 @@ class Remote(Env):
     def __init__(self, env: str = "", command: str = "", timeout: float = 10.0) -> None:
         if bool(env) == bool(command):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
-        if not 0 < timeout <= MAX_TIMEOUT:  # nor NaN
-            raise UsageError(f"timeout must be more than 0 and at most {MAX_TIMEOUT:,} seconds, "
-                             f"not {timeout:g}")  # fmt: skip
+        check_range("timeout", timeout, *TIMEOUTS)
         self.arguments = split_words(command)
         self.variables: dict[str, str] | None = None  # those of this process
         if env:

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from environments.base import Env, Message, Step, UsageError
+from environments.base import Env, Message, Step, check_range
 from environments.parsing import Retries, read_action, user
 from environments.plumbing.installed import import_library
 
@@ -49,8 +49,7 @@ class TextWorld(Env):
     thread_safe = False  # the library has state that all instances share
 
     def __init__(self, level: int = 1, hints: bool = False) -> None:
-        if level not in LEVELS:
-            raise UsageError(f"level must be 1 to {max(LEVELS)}, not {level}")
+        check_range("level", level, 1, max(LEVELS))
         self.textworld, self.level, self.hints = import_library("textworld"), level, hints
         self.game: Any = None
 
