@@ -145,7 +145,7 @@ class MathQA(Env):
 def load(data: str) -> tuple[list[Problem], list[Problem]]:
     """Returns the problems for training and for evaluation.
 
-    Raises UsageError if the data cannot be loaded or a needed package is not installed.
+    Raises UsageError for unusable data, and if a needed package is not installed.
     """
     train, test = _from_hub(data) if data in HUB else _from_file(data)
     for problems, use in ((train, "training"), (test, "evaluation")):

@@ -290,15 +290,12 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Pla
 
     `prompt`: the column that tells rows apart; "": all columns together, as JSON.
 
-    Prints how many rows have the prompt of an earlier one. Raises UsageError if the data cannot be
-    loaded, a row has no prompt, or a column that tells rows apart is no JSON.
+    Prints how many rows have the prompt of an earlier one. Raises UsageError if there is no file, a
+    row has no prompt, or a column that tells rows apart is no JSON.
     """
-    try:
-        path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
-        lines = data.endswith((".jsonl", ".json"))
-        rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"data={data}: {error}") from None
+    path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
+    lines = data.endswith((".jsonl", ".json"))
+    rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
     unique: dict[str, Placed] = {}
     empty: list[int] = []  # rows without a prompt
     for number, row in rows:

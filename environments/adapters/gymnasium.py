@@ -147,11 +147,7 @@ def load_words(words: str, env: Any, space: Any) -> Game | None:
     """
     if not words:
         return None
-    source, _, name = words.rpartition(":")
-    try:
-        found = import_attribute(source, name)
-    except UsageError as error:
-        raise UsageError(f"words={words}: {error}") from None
+    found = import_attribute(*words.rpartition(":")[::2])
     game = found if isinstance(found, Game) else found(env) if callable(found) else None
     if not isinstance(game, Game):
         raise UsageError(f"words={words} must be a Game, or a function from the environment to one")
@@ -166,7 +162,4 @@ def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:
     source, _, id = id.rpartition(":")
     if source:
         import_source(source)  # registers the environment
-    try:
-        return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)
-    except Exception as error:  # of Gymnasium, or of the environment's constructor
-        raise UsageError(f"Gymnasium cannot make {id!r}: {' '.join(str(error).split())}") from None
+    return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)

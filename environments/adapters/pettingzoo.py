@@ -24,7 +24,7 @@ from environments.adapters.gymnasium_players import (
     plain_actions,
 )
 from environments.adapters.spaces import MAX_SPELLED, as_element, check_observations, to_json
-from environments.base import Message, MultiAgentEnv, Step, UsageError
+from environments.base import Message, MultiAgentEnv, Step
 from environments.parsing import Retries, user
 from environments.plumbing.installed import import_library
 from environments.plumbing.registry import import_source
@@ -121,11 +121,7 @@ def _make(id: str, options: dict[str, Any]) -> Any:
     source, _, id = id.rpartition(":")
     if source:
         import_source(source)  # registers the environment
-    try:
-        if id in pettingzoo.parallel_registry and id not in pettingzoo.aec_registry:
-            parallel = pettingzoo.make("parallel", id, **options)
-            return import_library("pettingzoo.utils").parallel_to_aec(parallel)
-        return pettingzoo.make("aec", id, **options)
-    except Exception as error:  # of PettingZoo, or of the environment's constructor
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise UsageError(f"PettingZoo cannot make {id!r}: {reason}") from None
+    if id in pettingzoo.parallel_registry and id not in pettingzoo.aec_registry:
+        parallel = pettingzoo.make("parallel", id, **options)
+        return import_library("pettingzoo.utils").parallel_to_aec(parallel)
+    return pettingzoo.make("aec", id, **options)

@@ -67,10 +67,7 @@ class ReasoningGym(Env):
             raise UsageError(f"set PYTHONHASHSEED=0: {dataset} depends on the order of a set")
         self.name, self.options = dataset, options
         self.create = import_library("reasoning_gym").create_dataset
-        try:
-            self.reset(0)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise UsageError(f"Reasoning Gym: {' '.join(str(error).split())}") from None
+        self.reset(0)  # raises for an unknown dataset and for wrong options
 
     def reset(self, seed: int) -> list[Message]:
         with preserve_global_generators():  # some datasets seed them

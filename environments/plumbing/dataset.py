@@ -37,16 +37,9 @@ def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
 
 
 def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
-    """Returns the rows of a split, or those of a local file, as `datasets` reads its kind.
-
-    Raises UsageError if they cannot be loaded.
-    """
+    """Returns the rows of a split, or those of a local file, as `datasets` reads its kind."""
     datasets = import_library("datasets")
-    try:
-        if os.path.isfile(path):
-            folder, name = os.path.split(os.path.abspath(path))
-            return list(datasets.load_dataset(folder, data_files=name, split="train"))
-        return list(datasets.load_dataset(path, configuration, split=split))
-    except Exception as error:  # network, disk, data set moved: any kind of error
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"cannot load {path}: {type(error).__name__}: {reason}") from None
+    if os.path.isfile(path):
+        folder, name = os.path.split(os.path.abspath(path))
+        return list(datasets.load_dataset(folder, data_files=name, split="train"))
+    return list(datasets.load_dataset(path, configuration, split=split))
