@@ -191,13 +191,12 @@ class Rewarded(Env):
     def to_steps(
         cls, batch: Sequence["Rewarded"], returned: dict[str, Any], logged: list[dict[str, Any]]
     ) -> list[Step | Exception]:
-        values: list[dict[str, float | None]] = [{} for _ in batch]
+        values: dict[str, list[float | None]] = {}
         for name, numbers in returned.items():
             with _named(name):
-                for value, number in zip(values, _numbers(numbers, len(batch)), strict=True):
-                    value[name] = number
-        return [env.to_step(v, info)
-                for env, v, info in zip(batch, values, logged, strict=True)]  # fmt: skip
+                values[name] = _numbers(numbers, len(batch))
+        return [env.to_step({name: numbers[i] for name, numbers in values.items()}, logged[i])
+                for i, env in enumerate(batch)]  # fmt: skip
 
     def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step | Exception:
         """The Step of one completion, from the value of each function and what they logged; an
