@@ -302,7 +302,7 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
             raise TypeError(f"{'.'.join(map(str, wrong.path))}: {wrong.message}")
         if not isinstance(ask.schema or {}, dict):
             raise TypeError("a JSON schema must be an object")
-    except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+    except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
         kind = "" if type(error) is TypeError else f"{type(error).__name__}: "
         raise Refused(400, f"{kind}{error}"[:300]) from None
     return ask
