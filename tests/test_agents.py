@@ -453,10 +453,8 @@ async def run(task):
     second.step("")
     wait_for(lambda: event_loop._loop() is not loop)  # others get a loop of their own
     first.function.__globals__["ended"].set()
-    wait_for(lambda: event_loop.at_work(loop) is None)
-    thread = second.play.thread
     second.close()
-    wait_for(lambda: not thread.is_alive())
+    wait_for(lambda: event_loop.at_work(loop) is None)
 
 
 def test_far_too_much_text_is_refused_without_tokenizing_it(policy, monkeypatch):
