@@ -27,7 +27,7 @@ list is 0 to 1 (difflib's ratio of the two texts); `info["correct"]` is True if 
 import difflib
 import random
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import read_action, user
 
 FIRST = """Ada Ben Carla Dario Elsa Felix Greta Hugo Ines Jonas Karin Leo Mara Nico Olga Paul Rosa
@@ -44,10 +44,9 @@ class AlphabetSort(Env):
     """`turns`; `names`: the most names that arrive in a turn; `power` of the similarity."""
 
     def __init__(self, turns: int = 3, names: int = 4, power: int = 8):
-        if min(turns, names, power) < 1:
-            raise UsageError("turns, names and power must be at least 1")
-        if turns * names > MAX_NAMES:
-            raise UsageError(f"turns * names must be at most {MAX_NAMES}, not {turns * names}")
+        check_range("power", power, 1)
+        check_range("turns", turns, 1, MAX_NAMES)
+        check_range("names", names, 1, MAX_NAMES // turns)
         self.turns, self.names, self.power = turns, names, power
 
     def reset(self, seed: int) -> list[Message]:

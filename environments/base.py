@@ -11,6 +11,7 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 """
 
 import json
+import math
 import random
 import sys
 import zlib
@@ -52,6 +53,13 @@ def is_held_out(text: str) -> bool:
 
 class UsageError(ValueError):
     """Invalid user input. Printed as one line; exit code 2."""
+
+
+def check_range(option: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raises UsageError if the value of an option is not from `low` to `high`."""
+    if not low <= value <= high:
+        limits = f"{low} to {high}" if high < math.inf else f"at least {low}"
+        raise UsageError(f"{option} must be {limits}, not {value}")
 
 
 @contextmanager
@@ -305,7 +313,7 @@ class SingleAgentEnv(MultiAgentEnv):
     agents = (PLAYER,)
 
     def __init__(self, env: Env):
-        self.env, self.thread_safe, self.heavy = env, env.thread_safe, env.heavy
+        self.env = env
 
     @property
     def tools(self) -> Sequence[Callable[..., Any]]:

@@ -28,7 +28,7 @@ brackets, of at most 200 characters. Reward of the first response without a call
 
 import random
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.countdown import value_of
 from environments.parsing import user
 from environments.plumbing.math_answers import find_answer, parse_number
@@ -42,8 +42,7 @@ class Calculator(Env):
     """One question; the policy may call `calculate` first. `digits`: of each number, 1 to 9."""
 
     def __init__(self, digits: int = 3):
-        if not 1 <= digits <= MAX_DIGITS:
-            raise UsageError(f"digits must be 1 to {MAX_DIGITS}, not {digits}")
+        check_range("digits", digits, 1, MAX_DIGITS)
         self.digits = digits
         self.tools = [self.calculate]
 

@@ -36,8 +36,9 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from typing import Literal
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import user
 
 LETTERS = "abcdefgh"
@@ -53,7 +54,8 @@ FUNCTIONS = {
     "D": lambda w: w[0] + w[0] + w[2:],
 }
 NAMES = list(FUNCTIONS)
-PAIRS = ("seen", "unseen", "all")
+MAX_DEPTH = 5  # beyond it few tasks are unambiguous, and a search takes seconds
+Pairs = Literal["seen", "unseen", "all"]
 GO_ON = 0.4  # probability that a careless demonstration applies a second function
 
 
@@ -64,12 +66,9 @@ class Compose(Env):
     meanings: Mapping[str, str] = {"steps": "functions that the response applies"}
 
     def __init__(
-        self, depth: int = 2, mixed: bool = False, pairs: str = "seen", steps: bool = True
+        self, depth: int = 2, mixed: bool = False, pairs: Pairs = "seen", steps: bool = True
     ):
-        if not 1 <= depth <= 5:  # beyond it few tasks are unambiguous, and a search takes seconds
-            raise UsageError(f"depth must be 1 to 5, not {depth}")
-        if pairs not in PAIRS:
-            raise UsageError(f"pairs must be {', '.join(PAIRS)}, not {pairs!r}")
+        check_range("depth", depth, 1, MAX_DEPTH)
         self.depth, self.mixed, self.pairs, self.steps = depth, mixed, pairs, steps
 
     def reset(self, seed: int) -> list[Message]:

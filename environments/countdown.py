@@ -37,7 +37,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.math_expressions import MAX_VALUE, Node, Tree, render, solve
 from environments.parsing import user
 from environments.plumbing.math_answers import find_answer
@@ -73,8 +73,7 @@ class Countdown(Env):
     """One task, one response. `level`: 1 to 5."""
 
     def __init__(self, level: int = 3):
-        if level not in LEVELS:
-            raise UsageError(f"level must be 1 to {max(LEVELS)}, not {level}")
+        check_range("level", level, 1, max(LEVELS))
         self.level = level
 
     def reset(self, seed: int) -> list[Message]:

@@ -33,14 +33,15 @@ opponent=self it is True if the agents together made the most points in every ro
 import random
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from environments.base import Env, Message, MultiAgentEnv, Step, UsageError
+from environments.base import Env, Message, MultiAgentEnv, Step, UsageError, check_range
 from environments.parsing import Retries, one_of, read_action, user
 
 COOPERATE, DEFECT = CHOICES = ("cooperate", "defect")
 HINT = "End with <choice>cooperate</choice> or defect."
 MAX_ROUNDS = 50
+Opponent = Literal["tit_for_tat", "always_cooperate", "always_defect", "random", "self"]
 NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
 
 
@@ -82,16 +83,13 @@ class Value(NamedTuple):
 
 
 def iterated_game(
-    opponent: str = "tit_for_tat", payoffs: str = "3/3_0/5_5/0_1/1", rounds: int = 5
+    opponent: Opponent = "tit_for_tat", payoffs: str = "3/3_0/5_5/0_1/1", rounds: int = 5
 ) -> Env | MultiAgentEnv:
     """`opponent`: tit_for_tat, always_cooperate, always_defect, random, or self (two agents).
 
     `payoffs`: CC_CD_DC_DD, each own/other. `rounds`: 1 to 50.
     """
-    if opponent not in OPPONENTS:
-        raise UsageError(f"opponent must be {', '.join(OPPONENTS)}, not {opponent!r}")
-    if not 1 <= rounds <= MAX_ROUNDS:
-        raise UsageError(f"rounds must be 1 to {MAX_ROUNDS}, not {rounds}")
+    check_range("rounds", rounds, 1, MAX_ROUNDS)
     match = re.fullmatch("_".join([f"{NUMBER}/{NUMBER}"] * 4), payoffs)
     points = [float(number) for number in match.groups()] if match else [0.0]
     if max(points) <= 0:

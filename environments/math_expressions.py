@@ -73,8 +73,10 @@ def make_expression(rng: random.Random, level: int, held_out: bool) -> tuple[str
 def canonical(tree: Tree) -> str:
     """The expression as text, the same for all orders of the terms of a sum or product.
 
-    >>> canonical(Node("+", 7, Node("+", 4, 12))) == canonical(Node("+", Node("+", 12, 7), 4))
-    True
+    >>> canonical(Node("*", 7, Node("+", 4, Node("+", 12, 3))))
+    '((12 + 3 + 4) * 7)'
+    >>> canonical(Node("*", Node("+", Node("+", 3, 4), 12), 7))
+    '((12 + 3 + 4) * 7)'
     """
     if isinstance(tree, int):
         return str(tree)

@@ -41,13 +41,14 @@ import functools
 import random
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from environments import rewarded
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, check_range
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
-from environments.plumbing.dataset import import_for, read_hub
+from environments.plumbing.dataset import read_hub
+from environments.plumbing.installed import import_library
 from environments.plumbing.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 
 GUESS_ERRORS = [-10, -2, -1, -1, 0, 1, 1, 2, 10]  # a hasty demonstration adds one of these
@@ -80,11 +81,8 @@ class MathQA(Env):
     """One question, one response. `level`: 1 to 6; `data`: a name of `HUB` or a file;
     `style`: tags or plain."""
 
-    def __init__(self, level: int = 1, data: str = "", style: str = "tags"):
-        if level not in LEVELS:
-            raise UsageError(f"level must be 1 to {max(LEVELS)}, not {level}")
-        if style not in ASK:
-            raise UsageError(f"style must be {' or '.join(ASK)}, not {style!r}")
+    def __init__(self, level: int = 1, data: str = "", style: Literal["tags", "plain"] = "tags"):
+        check_range("level", level, 1, max(LEVELS))
         self.level, self.style = level, style
         self.form = "number" if level < 5 and not data else "exact result"
         self.train, self.test = load(data) if data else ([], [])
@@ -147,14 +145,14 @@ class MathQA(Env):
 def load(data: str) -> tuple[list[Problem], list[Problem]]:
     """Returns the problems for training and for evaluation.
 
-    Raises UsageError if the data cannot be loaded or a needed package is not installed.
+    Raises UsageError for unusable data, and if a needed package is not installed.
     """
     train, test = _from_hub(data) if data in HUB else _from_file(data)
     for problems, use in ((train, "training"), (test, "evaluation")):
         if not problems:
             raise UsageError(f"data={data} has no usable question for {use}")
     if any(parse_number(problem.answer) is None for problem in train + test):
-        import_for("math_verify", data)
+        import_library("math_verify")
     return train, test
 
 

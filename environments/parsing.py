@@ -17,6 +17,7 @@ True
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from environments.base import Message, Step
@@ -40,12 +41,25 @@ def read_action(
     group is the action.
     """
     text = response[-MAX_CHARACTERS:]
-    for candidates in (_json_values(text, key), _tagged(text, key), _matches(text, plain)):
+    in_json = (found[key] for found in json_objects(text) if key in found)
+    for candidates in (in_json, _tagged(text, key), _matches(text, plain)):
         for candidate in candidates:
             action = convert(candidate)
             if action is not None:
                 return action
     return None
+
+
+def json_objects(response: str) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects in the end of a response, the last first, also those in others."""
+    text, decoder = response[-MAX_CHARACTERS:], json.JSONDecoder()
+    start = len(text)
+    for _ in range(MAX_CANDIDATES):
+        start = text.rfind("{", 0, start)
+        if start < 0:
+            return
+        with suppress(ValueError, RecursionError):
+            yield decoder.raw_decode(text, start)[0]
 
 
 def integer(low: int, high: int) -> Callable[[Any], int | None]:
@@ -105,22 +119,6 @@ def result(reward: float) -> str:
 def user(content: str) -> Message:
     """Returns a user message."""
     return {"role": "user", "content": content}
-
-
-def _json_values(text: str, key: str) -> Iterator[Any]:
-    """Yields the values of `key` in JSON objects, the last object first."""
-    decoder = json.JSONDecoder()
-    start = len(text)
-    for _ in range(MAX_CANDIDATES):
-        start = text.rfind("{", 0, start)
-        if start < 0:
-            return
-        try:
-            value, _ = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and key in value:
-            yield value[key]
 
 
 def _tagged(text: str, key: str) -> Iterator[str]:

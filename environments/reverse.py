@@ -34,11 +34,12 @@ answers.
 import random
 import string
 import uuid
-from typing import Any
+from typing import Any, Literal
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import read_action, user
 
+Kind = Literal["words", "numbers", "uuids"]
 NOUNS = {"words": "word", "numbers": "number", "uuids": "string"}
 MIN_LENGTH, MAX_LENGTH = 3, 50  # characters of a word or number
 VOWELS = "aeiou"
@@ -52,13 +53,9 @@ class Reverse(Env):
 
     backwards = True
 
-    def __init__(self, kind: str = "words", turns: int = 3, length: int = 5):
-        if kind not in NOUNS:
-            raise UsageError(f"kind must be {', '.join(NOUNS)}, not {kind!r}")
-        if turns < 1:
-            raise UsageError(f"turns must be at least 1, not {turns}")
-        if not MIN_LENGTH <= length <= MAX_LENGTH:
-            raise UsageError(f"length must be {MIN_LENGTH} to {MAX_LENGTH}, not {length}")
+    def __init__(self, kind: Kind = "words", turns: int = 3, length: int = 5):
+        check_range("turns", turns, 1)
+        check_range("length", length, MIN_LENGTH, MAX_LENGTH)
         self.kind, self.turns, self.length = kind, turns, length
 
     def reset(self, seed: int) -> list[Message]:

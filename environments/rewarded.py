@@ -191,13 +191,12 @@ class Rewarded(Env):
     def to_steps(
         cls, batch: Sequence["Rewarded"], returned: dict[str, Any], logged: list[dict[str, Any]]
     ) -> list[Step | Exception]:
-        values: list[dict[str, float | None]] = [{} for _ in batch]
+        values: dict[str, list[float | None]] = {}
         for name, numbers in returned.items():
             with _named(name):
-                for value, number in zip(values, _numbers(numbers, len(batch)), strict=True):
-                    value[name] = number
-        return [env.to_step(v, info)
-                for env, v, info in zip(batch, values, logged, strict=True)]  # fmt: skip
+                values[name] = _numbers(numbers, len(batch))
+        return [env.to_step({name: numbers[i] for name, numbers in values.items()}, logged[i])
+                for i, env in enumerate(batch)]  # fmt: skip
 
     def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step | Exception:
         """The Step of one completion, from the value of each function and what they logged; an
@@ -290,15 +289,12 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Pla
 
     `prompt`: the column that tells rows apart; "": all columns together, as JSON.
 
-    Prints how many rows have the prompt of an earlier one. Raises UsageError if the data cannot be
-    loaded, a row has no prompt, or a column that tells rows apart is no JSON.
+    Prints how many rows have the prompt of an earlier one. Raises UsageError if there is no file, a
+    row has no prompt, or a column that tells rows apart is no JSON.
     """
-    try:
-        path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
-        lines = data.endswith((".jsonl", ".json"))
-        rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"data={data}: {error}") from None
+    path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
+    lines = data.endswith((".jsonl", ".json"))
+    rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
     unique: dict[str, Placed] = {}
     empty: list[int] = []  # rows without a prompt
     for number, row in rows:

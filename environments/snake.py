@@ -32,7 +32,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
 
 MOVES = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
@@ -47,13 +47,9 @@ class Snake(Env):
     """`size`: side of the board, 4 to 20; `fruits` to eat; `max_steps`; `grid`: add a picture."""
 
     def __init__(self, size: int = 10, fruits: int = 5, max_steps: int = 200, grid: bool = False):
-        if not 4 <= size <= 20:
-            raise UsageError(f"size must be 4 to 20, not {size}")
-        max_fruits = size * size - START_LENGTH
-        if not 1 <= fruits <= max_fruits:
-            raise UsageError(f"fruits must be 1 to {max_fruits} on this board, not {fruits}")
-        if max_steps < 1:
-            raise UsageError(f"max_steps must be at least 1, not {max_steps}")
+        check_range("size", size, 4, 20)
+        check_range("fruits", fruits, 1, size * size - START_LENGTH)
+        check_range("max_steps", max_steps, 1)
         self.size, self.fruits, self.max_steps, self.grid = size, fruits, max_steps, grid
 
     def reset(self, seed: int) -> list[Message]:

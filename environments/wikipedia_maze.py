@@ -37,7 +37,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import Retries, read_action, user
 from environments.plumbing import pages
 
@@ -54,10 +54,9 @@ class WikipediaMaze(Env):
     def __init__(
         self, n_hops: int = 2, dense: bool = False, max_visits: int = 0, brief: bool = False
     ):
-        if not 1 <= n_hops <= MAX_HOPS:
-            raise UsageError(f"n_hops must be 1 to {MAX_HOPS}, not {n_hops}")
-        if max_visits < 0 or 0 < max_visits < n_hops:
-            raise UsageError(f"max_visits must be 0 or at least n_hops, not {max_visits}")
+        check_range("n_hops", n_hops, 1, MAX_HOPS)
+        if max_visits:
+            check_range("max_visits", max_visits, n_hops)
         self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
         self.dense, self.brief = dense, brief
         pairs = pages.pairs_apart(n_hops)

@@ -71,16 +71,6 @@ class Endless(Echo):
         return None
 
 
-class Asking(Endless):
-    """Its demonstrations never end: they ask again, whatever the answer."""
-
-    def step(self, response):
-        return Step(None, 0.0, True) if response else Step(user("again"), 0.0, False)
-
-    def demonstrate(self, hasty=False):
-        return ""
-
-
 class Pair(MultiAgentEnv):
     """Two agents answer at once; `seats` get a Step."""
 
@@ -114,12 +104,12 @@ PROBLEMS = [
     (Clock, "does not determine"), (Shared, "reserve tasks"),
     (Raising, "could not convert string"), (Forgetful, "never returned a Step for b"),
     (Hopeless, "none of 3 demonstrations succeeds"),
-    (Asking, "none of 3 demonstrations succeeds; 3 episodes do not end within 500 turns"),
 ]  # fmt: skip
 WARNINGS = [
     (Unscored, 'without a bool info["correct"]'), (Endless, "never end an episode"),
     (Generous, "every episode earned 1,"),
-    (Endless, "none of 3 episodes of guesses succeeds"), (Duel, "none of 3 demonstrations"),
+    (Endless, "none of 3 episodes of guesses succeeds; 3 episodes do not end within 500 turns"),
+    (Duel, "none of 3 demonstrations"),
 ]  # fmt: skip
 
 

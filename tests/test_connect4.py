@@ -4,11 +4,7 @@ import random
 
 import pytest
 
-from environments.connect4 import (
-    ConnectFour,
-    best_moves,
-    has_line,
-)
+from environments.connect4 import Stones, best_moves, connect4, has_line
 
 LINES = {
     frozenset((c + k * right, r + k * up) for k in range(4))
@@ -24,20 +20,12 @@ def bits(cells):
 
 
 def stones(text):
-    """Returns the bits of X and O of a board as text; empty upper rows may be omitted."""
+    """Returns the stones of a board as text; empty upper rows may be omitted."""
     rows = text.split()[::-1]
-    return tuple(
+    return Stones(*(
         bits((c, r) for r, row in enumerate(rows) for c in range(7) if row[c] == side)
         for side in "XO"
-    )
-
-
-def at(text, opponent="random", depth=4):
-    """Returns an episode on a board with X to move."""
-    env = ConnectFour(opponent, depth)
-    env.reset(0)
-    env.x, env.o = stones(text)
-    return env
+    ))  # fmt: skip
 
 
 def test_has_line_finds_the_69_lines_and_nothing_else():
@@ -52,10 +40,10 @@ def test_has_line_finds_the_69_lines_and_nothing_else():
 
 
 def test_minimax_wins_before_it_blocks_and_sees_a_double_threat():
-    assert best_moves(*stones("XXX.OOO"), 4) == [3]
-    assert best_moves(*stones("O.....X O.....X O......"), 2) == [0]
+    assert best_moves(stones("XXX.OOO"), "X", 4) == [4]
+    assert best_moves(stones("O.....X O.....X O......"), "X", 2) == [1]
     # three in the middle of the lowest row with both ends open
-    assert best_moves(*stones("O...... O.XX..."), 4) == [4]
+    assert best_moves(stones("O...... O.XX..."), "X", 4) == [5]
 
 
 NEARLY_FULL = ".OXOXOX XOXOXOX OXOXOXO OXOXOXO XOXOXOX XOXOXOX"
@@ -67,7 +55,10 @@ NEARLY_FULL = ".OXOXOX XOXOXOX OXOXOXO OXOXOXO XOXOXOX XOXOXOX"
     (NEARLY_FULL, "random", 1, 0.0, f"A draw. {NEARLY_FULL.replace('.', 'X')}"),
 ])  # fmt: skip
 def test_rewards_and_last_board(board, opponent, column, reward, last):
-    step = at(board, opponent, 1).step(f"<move>{column}</move>")
+    env = connect4(opponent, 1)
+    env.reset(0)
+    env.board = stones(board)
+    step = env.step(f"<move>{column}</move>")
     assert (step.reward, step.done) == (reward, True)
     assert " ".join(step.message["content"].replace(".......\n", "").split("\n")) == last
     assert step.info == {"correct": reward == 1.0}

@@ -1,6 +1,5 @@
 """Countdown: the tasks have solutions, and only expressions of the given numbers are right."""
 
-import ast
 from fractions import Fraction
 
 import pytest
@@ -51,9 +50,5 @@ def test_every_task_has_a_solution_within_the_bounds_of_its_level(level):
         assert all(1 <= number <= bounds.max_number for number in env.numbers)
         assert MIN_TARGET <= env.target <= bounds.max_target and env.target != sum(env.numbers)
         assert all(str(number) in text for number in [*env.numbers, env.target])
-        answer = env.demonstrate().partition("<answer>")[2].removesuffix("</answer>")
-        assert eval(answer) == env.target  # division is exact there
-        used = [n.value for n in ast.walk(ast.parse(answer)) if isinstance(n, ast.Constant)]
-        assert sorted(used) == sorted(env.numbers)
         assert env.step(env.demonstrate()).reward == 1.0
         assert env.step(env.demonstrate(hasty=True)).info["valid"]

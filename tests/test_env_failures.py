@@ -24,6 +24,7 @@ from environments.base import (
     EnvFailure,
     MultiAgentEnv,
     Step,
+    checked_step,
 )
 from environments.plumbing import registry
 
@@ -116,14 +117,12 @@ def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_gro
     assert line.startswith("one with seed 3: one message has 6")
 
 
-def test_numbers_of_numpy_are_those_of_python(policy, one_turn):
+def test_numbers_of_numpy_are_those_of_python():
     info = {"correct": np.bool_(True), "score": np.float32(0.5), "grid": np.eye(2), "left": 3}
     no, yes = np.bool_(False), np.int64(1)
-    one_turn(result=staticmethod(lambda: Step(None, np.float32(1), yes, info, no, yes)))
-    (rollout,) = play(policy, Task("one", 0, 0))
     plain = {"correct": True, "score": 0.5, "grid": [[1.0, 0.0], [0.0, 1.0]], "left": 3}
-    assert repr(rollout.info) == repr(plain) and not rollout.error
-    assert rollout.episode_truncated is True and type(rollout.episode_return) is float
+    step = checked_step(Step(None, np.float32(1), yes, info, no, yes), "player", is_single=True)
+    assert repr(step) == repr(Step(None, 1.0, True, plain, False, True))
 
 
 def test_a_changed_working_directory_is_restored_and_an_error(policy, one_turn, tmp_path):

@@ -71,7 +71,7 @@ def test_keyword_arguments_reach_the_environment_and_its_rules():
     steps = [env.step(env.demonstrate()) for _ in range(14)]  # 7 down and 7 right
     assert [step.done for step in steps] == [False] * 13 + [True] and steps[-1].reward == 1
     with pytest.raises(UsageError, match="wind"):
-        Gymnasium("CartPole-v1", wind=3)
+        make("gymnasium:id=CartPole-v1,wind=3")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from conftest import needs
 import environments.math_qa
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, is_held_out
-from environments.math_expressions import Node, canonical
 from environments.math_qa import MathQA
 from environments.plumbing.math_answers import parse_number
 from environments.plumbing.registry import make
@@ -146,11 +145,3 @@ def test_a_file_is_used_whole_where_another_one_is_for_evaluation(tmp_path):
     found = len(make(train).train), len(make(test).test)
     rewarded.set_sources((), ())
     assert found == (38, 20)
-
-
-def test_the_order_of_terms_does_not_decide_whether_an_expression_is_held_out():
-    sums = [Node("+", 3, Node("+", 4, 5)), Node("+", Node("+", 5, 3), 4)]
-    products = [Node("*", sums[0], 7), Node("*", 7, sums[1])]
-    assert canonical(sums[0]) == canonical(sums[1]) == "(3 + 4 + 5)"
-    assert canonical(products[0]) == canonical(products[1])
-    assert canonical(Node("-", 3, 4)) != canonical(Node("-", 4, 3))

@@ -339,10 +339,7 @@ def test_an_environment_is_given_as_an_object_of_python(place, capsys, env, rewa
     assert "train.run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("env", "words"), [
-    (5, "a class derived from Env"), (lambda: 5, "it returned 5"),
-])  # fmt: skip
-def test_what_is_no_environment_is_refused_in_one_line(capsys, env, words):
-    assert train.run(settings(), env=env) == 2
+def test_what_is_no_environment_is_refused_in_one_line(capsys):
+    assert train.run(settings(), env=5) == 2
     err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1 and not Path("runs").exists()
+    assert "a class derived from Env" in err and err.count("\n") == 1 and not Path("runs").exists()

@@ -13,6 +13,7 @@ PLAIN = r"move is (\d+)"
     ("<move>1</move> no, <move>5</move>", 5),  # the last one
     ("<move>5</move> or <move>10</move>", 5),  # the last valid one
     ('<move>1</move> {"move": 5} <move>2</move>', 5),  # JSON first
+    ('{"move": 5} and {"moves": 2}', 5),  # with the key
     ("move is 1 <move>5</move> move is 2", 5),  # then tags
     ("<move>1<move>5</move>", 5), ("5", None), ("<move>5", None), ("<move>five</move>", None),
     ('{"move": 5.0}', None), ('{"move": true}', None),

@@ -36,9 +36,8 @@ def test_options_of_the_dataset_are_passed_on():
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", DATASETS)
-def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged(name):
-    env = ReasoningGym(name)
+def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged():
+    env = ReasoningGym("n_queens")
     random.seed(5), np.random.seed(5)
     first = env.reset(1_999_999_999), env.demonstrate(), env.demonstrate(hasty=True)
     env.step(env.demonstrate(hasty=True))

@@ -255,12 +255,6 @@ def test_an_evaluation_asks_each_row_of_the_data_once():
     assert len(tasks) == len(env.test) + 256
 
 
-def test_a_prompt_that_is_none_is_shown():
-    write("odd.jsonl", [{"prompt": "fine"}, {"prompt": {"a": 1}}])
-    with pytest.raises(UsageError, match=r"row 2: the prompt in 'prompt' is \{'a': 1\}: it"):
-        make("rewarded:data=odd.jsonl,reward=rewards.py:two")
-
-
 @pytest.mark.parametrize("answer, others, is_said", [
     ("{n}", 0, True), ("The answer is", 0, False), ("{n}", 20, False),
 ])  # fmt: skip
@@ -320,10 +314,12 @@ def test_a_column_that_is_no_json_is_named(place, monkeypatch):
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
     ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
+    ("data=odd.jsonl,reward=rewards.py:two", "row 2: the prompt in 'prompt' is {'a': 1}: it must"),
 ])  # fmt: skip
 def test_an_invalid_option_is_one_line(options, words):
     write("few.jsonl", ROWS[:2])
-    Path("bad.jsonl").write_text('{"prompt": "a"}\n[1]\n')
+    write("bad.jsonl", [{"prompt": "a"}, [1]])
+    write("odd.jsonl", [{"prompt": "a"}, {"prompt": {"a": 1}}])
     with pytest.raises(UsageError) as error:
         make(f"rewarded:{options}")
     assert words in str(error.value) and "\n" not in str(error.value)

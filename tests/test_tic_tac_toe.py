@@ -2,23 +2,13 @@
 
 import pytest
 
-from environments.tic_tac_toe import (
-    EMPTY,
-    OTHER,
-    AgainstOpponent,
-    SelfPlay,
-    best_moves,
-    free,
-    has_line,
-    is_over,
-    outcome,
-    place,
-)
+from environments.plumbing.board_games import OTHER
+from environments.tic_tac_toe import EMPTY, GAME, best_moves, free, has_line, place, tic_tac_toe
 
 
-def at(board, perfect=False):
+def at(board, opponent):
     """Returns an episode on `board` with X to move."""
-    env = AgainstOpponent(perfect)
+    env = tic_tac_toe(opponent)
     env.reset(0)
     env.board = board
     return env
@@ -34,10 +24,10 @@ def moves(env, *cells):
 def test_the_eight_lines_win_and_a_full_board_without_a_line_is_a_draw():
     lines = "XXX...... ...XXX... ......XXX X..X..X.. .X..X..X. ..X..X..X X...X...X ..X.X.X.."
     for board in lines.split():
-        assert has_line(board, "X") and not has_line(board, "O") and is_over(board)
-        assert (outcome(board, "X"), outcome(board, "O")) == (1.0, -1.0)
-    assert not is_over("XX.X.....")
-    assert is_over("XOXXOOOXX") and outcome("XOXXOOOXX", "X") == 0.0
+        assert has_line(board, "X") and not has_line(board, "O") and GAME.is_over(board)
+        assert (GAME.outcome(board, "X"), GAME.outcome(board, "O")) == (1.0, -1.0)
+    assert not GAME.is_over("XX.X.....")
+    assert GAME.is_over("XOXXOOOXX") and GAME.outcome("XOXXOOOXX", "X") == 0.0
 
 
 @pytest.mark.parametrize("perfect", "XO")
@@ -49,15 +39,15 @@ def test_the_perfect_player_never_loses_and_draws_with_itself(perfect):
             is_perfect = other_is_perfect or side == perfect
             for cell in best_moves(board, side) if is_perfect else free(board):
                 after = place(board, cell, side)
-                if is_over(after):
-                    outcomes.add(outcome(after, perfect))
+                if GAME.is_over(after):
+                    outcomes.add(GAME.outcome(after, perfect))
                 elif after not in seen:
                     seen.add(after)
                     boards.append((after, OTHER[side]))
         assert outcomes == ({0} if other_is_perfect else {0, 1})
 
 
-@pytest.mark.parametrize("perfect", [False, True])
+@pytest.mark.parametrize("opponent", ["random", "perfect"])
 @pytest.mark.parametrize("board, cell, reward, last", [
     ("XX.OO....", 3, 1.0, "You won. Board: X X X / O O . / . . ."),
     ("XOXXOO.XO", 7, 1.0, "You won. Board: X O X / X O O / X X O"),  # the last free cell
@@ -65,15 +55,15 @@ def test_the_perfect_player_never_loses_and_draws_with_itself(perfect):
     ("XO.OOX.XO", 3, 0.0, "A draw. Board: X O X / O O X / O X O"),  # O fills it
     ("OOXXOXO..", 8, -1.0, "You lost. Board: O O X / X O X / O X O"),  # O takes 9
 ])  # fmt: skip
-def test_rewards_and_last_board_of_a_win_a_draw_and_a_loss(board, cell, reward, last, perfect):
-    step = at(board, perfect).step(f"<move>{cell}</move>")
+def test_rewards_and_last_board_of_a_win_a_draw_and_a_loss(board, cell, reward, last, opponent):
+    step = at(board, opponent).step(f"<move>{cell}</move>")
     assert (step.message["content"], step.reward, step.done) == (last, reward, True)
     # a draw is correct against the perfect opponent only
-    assert step.info == {"correct": reward == 1.0 or (perfect and reward == 0.0)}
+    assert step.info == {"correct": reward == 1.0 or (opponent == "perfect" and reward == 0.0)}
 
 
 def test_in_self_play_each_agent_has_its_own_reward():
-    env = SelfPlay()
+    env = tic_tac_toe("self")
     env.reset(0)
     assert not any(step.done for step in moves(env, 1, 4, 2, 5, 9).values())
     steps = moves(env, 6)
@@ -85,7 +75,7 @@ def test_in_self_play_each_agent_has_its_own_reward():
 
 
 def test_in_self_play_each_agent_has_its_own_retries():
-    env = SelfPlay()
+    env = tic_tac_toe("self")
     env.reset(0)
     for _ in range(2):
         steps = moves(env, "none")

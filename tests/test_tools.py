@@ -268,19 +268,17 @@ def play(policy, *texts, max_turns=9, env="adder", **options):
     return rollout, sampler
 
 
+def adder_with(*tools):
+    """An episode of an Adder whose tools answer: its own, or these."""
+    env = Adder()
+    env.tools = [*tools] or env.tools
+    env = ToolEnv(env)
+    env.reset(0)
+    return env
+
+
 def results(rollout):
     return [m["content"] for m in rollout.messages if m["role"] == "tool"]
-
-
-def test_schemas_come_from_hints_and_docstrings():
-    first, *others = schemas(Adder())
-    assert first["function"]["parameters"] == {
-        "type": "object", "required": ["a", "b"],
-        "properties": {"a": {"type": "integer", "description": "The first."},
-                       "b": {"type": "integer", "description": "The second."}},
-    }  # fmt: skip
-    assert others[-1]["function"]["parameters"]["required"] == ["text"]
-    assert schemas(make("letter_counting")) == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -403,31 +401,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("call", "reason"), REFUSED.values(), ids=REFUSED)
-def test_a_refused_call_is_a_result_and_the_episode_goes_on(policy, call, reason):
-    rollout, _ = play(with_template(policy, FAMILIES["none"].template), call, "ok")
-    (text,) = results(rollout)
-    assert text.startswith("error: ") and reason in text
-    assert rollout.episode_return == 1.0 and not rollout.error
-    assert rollout.info["tool_errors"] == rollout.info["tool_calls"] == 1
+def test_a_refused_call_is_a_result_and_the_episode_goes_on(call, reason):
+    env = adder_with()
+    step = env.step(call)
+    assert step.message["content"].startswith("error: ") and reason in step.message["content"]
+    assert not step.done and step.info["tool_errors"] == step.info["tool_calls"] == 1
+    assert env.step("ok").reward == 1.0
 
 
-def test_async_tools_are_awaited_in_one_event_loop(policy):
-    @register("waiter")
-    class Waiter(Adder):
-        def __init__(self):
-            super().__init__()
-            self.loops = set()
-            self.tools = [self.count]
+def test_async_tools_are_awaited_in_one_event_loop():
+    async def loop() -> int:
+        """Names the event loop."""
+        return id(asyncio.get_running_loop())
 
-        async def count(self) -> int:
-            """Counts the event loops."""
-            self.loops.add(asyncio.get_running_loop())
-            await asyncio.sleep(0)
-            return len(self.loops)
-
-    with_template(policy, FAMILIES["none"].template)
-    rollout, _ = play(policy, call_text("count") * 2, "ok", env="waiter")
-    assert results(rollout) == ["1", "1"] and not rollout.error
+    first, second = adder_with(loop).step(call_text("loop") * 2).messages
+    assert first == second and int(first["content"])
 
 
 def tag(
@@ -456,12 +444,8 @@ def tag(
     ({"words": [], "counts": {}, "kind": "3"}, "error: tag: kind must be one of noun, verb"),
 ])  # fmt: skip
 def test_arguments_are_checked_against_the_type_hints(arguments, result):
-    env = Adder()
-    env.tools = [tag]
-    env = ToolEnv(env, lambda _: [Call("tag", arguments)])
-    env.reset(0)
-    assert env.step("").message["content"] == result
-    env.close()
+    step = adder_with(tag).step(call_text("tag", **arguments))
+    assert step.message["content"] == result
 
 
 def test_a_result_is_cut_and_cannot_forge_a_turn(policy):

@@ -25,19 +25,6 @@ def at(start, target, **options):
     return env
 
 
-def test_opening_has_rules_target_page_text_and_links():
-    content = WikipediaMaze().reset(401)[0]["content"]
-    assert content.splitlines() == [
-        'Click links to the target. Think, then end with {"action": "visit_url", "url": "TITLE"}.',
-        "Target: Sahara, 5 left",
-        "Page: Egypt",
-        "Land: Most people live beside the [[Nile]]; the rest of the land is [[Desert]].",
-        "Rulers: Each great [[Pyramid]] is the tomb of a king. [[Cleopatra]] was the last queen.",
-        "Beliefs: The goddess Bastet had the head of a [[Cat]].",
-        "Links: Nile, Desert, Pyramid, Cleopatra, Cat",
-    ]
-
-
 def test_brief_shows_each_page_in_a_new_context_with_the_unvisited_links_shuffled():
     env, openings = at("Egypt", "Sahara", brief=True), set()
     assert sorted(env.links) == ["Cat", "Cleopatra", "Desert", "Nile", "Pyramid"]

@@ -8,31 +8,13 @@
             model="picorl", messages=[{"role": "user", "content": task["question"]}])
         return float(task["answer"] in answer.choices[0].message.content)
 
-`task` is a row of `data`; `client` is an openai.OpenAI, `base_url` and `api_key` are for any other
-client or framework (endpoint.py has the addresses). All requests with that key are one episode: the
-program has one for each, and many run at the same time, each in a thread; those of an async
-function in one event loop, where none of them may wait without `await`. A `command` reads
-OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON on standard input; the last line that it prints
-is the reward as JSON.
-
-Reward: what the program returns, a number or a dict with `reward`, `turns`, a reward for each
-answer, in the order in which they were asked for, and any other numbers, which become metrics.
-`info["correct"]`: `correct` of the dict, else whether the reward is 1 or more; `info["row"]`:
-FILE:LINE of the row.
-
-Breaking the program does not pay: whatever goes wrong after an answered request counts as the
-policy's doing, be it an exception, a result that is no reward, or a command that ends with another
-code than 0. Such an episode earns `error_reward`, or the lowest return of its batch if that is
-lower. Not the policy's doing, so that the episode fails: EnvFailure of environments.base, which a
-program raises where something of its own fails, such as a search engine (a command ends with code
-75); a connection that fails, a deadline, and an HTTP status that says so (401, 403, 429, from 500).
-`zero_on` names exceptions of these kinds that are the policy's doing, such as httpx.ConnectError
-where it chooses the addresses. A limit, --max-turns or the context, refuses further requests.
-
-One row in eight is reserved for evaluation, decided by its content; where --eval-env names other
-data, both are used whole, and rows that occur in both are not trained on.
+All requests with one API key are one episode: the program has one for each, and many run at the
+same time, each in a thread; those of an async function in one event loop. endpoint.py has the
+addresses. agents/README.md says what a program gets and returns, which failures are the policy's
+doing, and which rows are for evaluation; `info["row"]` is FILE:LINE of the row.
 """
 
+import builtins
 import copy
 import ctypes
 import inspect
@@ -61,10 +43,12 @@ from environments.base import (
     Message,
     Step,
     UsageError,
+    check_range,
     checked_step,
 )
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row
+from environments.plumbing.installed import import_library
 from environments.plumbing.options import split_words
 from environments.plumbing.registry import import_attribute, place_of
 from environments.plumbing.tools import read_calls
@@ -74,7 +58,6 @@ POLL = 0.5  # seconds that a call waits at most; each look interrupts the sampli
 INTERVAL = 0.5  # seconds between interruptions of a program that must end
 SWITCH = 5e-4  # seconds until another thread's turn: a program may compute without an end
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
-MAX_OUTPUT = 100_000  # bytes of a command's output that are read, from its end
 EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructure fails
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
@@ -153,10 +136,10 @@ class Play:
 
 class AgentProgram(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
-    with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, by
-    class name; `error_reward`: what they earn at most; `timeout`: seconds between two requests, and
-    until the program ends after its last one; `host`: the address of this machine at which programs
-    in containers reach the endpoint."""
+    with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, as
+    module.Name; `error_reward`: what they earn at most; `timeout`: seconds between two requests,
+    and until the program ends after its last one; `host`: the address of this machine at which
+    programs in containers reach the endpoint."""
 
     is_program = True  # core/extras/agents.py answers its requests
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
@@ -170,9 +153,7 @@ class AgentProgram(Env):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
         if not data:
             raise UsageError("set data=FILE.jsonl: a task in each line")
-        if not 0 < timeout <= remote.MAX_TIMEOUT:
-            raise UsageError(f"timeout must be more than 0 and at most {remote.MAX_TIMEOUT:,} "
-                             f"seconds, not {timeout:g}")  # fmt: skip
+        check_range("timeout", timeout, *remote.TIMEOUTS)
         self.function: Any = None
         if run:
             self.function = import_attribute(*run.rpartition(":")[::2])
@@ -180,10 +161,10 @@ class AgentProgram(Env):
         if run and not callable(self.function):
             raise UsageError(f"run={run}: it is no function")
         if run and "client" in _parameters(self.function):
-            import_openai()
+            import_library("openai", "openai")
         self.arguments = split_words(command)
         self.train, self.test, _ = load(data, "", config, split)
-        self.zero_on = tuple(kind for name in zero_on for kind in _exceptions(name))
+        self.zero_on = tuple(map(_exception, zero_on))
         self.error_reward, self.timeout, self.host = _number(error_reward), timeout, host
         try:
             if socket.gethostbyname(host) == "0.0.0.0":  # all: no program can ask there
@@ -353,7 +334,7 @@ class AgentProgram(Env):
             given[first] = row
         with ExitStack() as stack:
             if "client" in names:  # with connections of its own: to interrupt it may break them
-                openai = import_openai()
+                openai = import_library("openai", "openai")
                 http = openai.DefaultHttpxClient(  # no certificates: quick to make
                     verify=False, trust_env=False
                 )
@@ -384,46 +365,28 @@ class AgentProgram(Env):
                     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
                 remote._kill(process)
             code = process.wait()
-            last = [line for line in _tail(out).splitlines() if line.strip()][-1:]
+            last = remote.last_lines(out)[-1:]
             if code:
-                lines = [line.strip() for line in _tail(err).splitlines() if line.strip()]
                 kind = EnvFailure if code == EX_TEMPFAIL else RuntimeError
-                raise kind(f"{self.arguments[0]} ended with code {code}: "
-                           f"{' | '.join(lines[-3:])}"[:500])  # fmt: skip
+                said = " | ".join(remote.last_lines(err)[-3:])
+                raise kind(f"{self.arguments[0]} ended with code {code}: {said}"[:500])
         with suppress(ValueError, RecursionError):
             return json.loads(last[0] if last else "")
         raise ValueError(f"the last line of {self.arguments[0]} is no reward as JSON: {last}"[:300])
-
-
-def import_openai() -> Any:
-    """Raises UsageError if it is not installed."""
-    try:
-        import openai
-    except ImportError:
-        raise UsageError('openai is not installed: pip install -e ".[openai]"') from None
-    return openai
 
 
 def _parameters(function: Any) -> dict[str, Any]:
     return dict(inspect.signature(function).parameters)
 
 
-def _exceptions(name: str) -> list[type[BaseException]]:
-    """The exceptions of that name, `Name` or `module.Name`. Raises UsageError if there is none."""
+def _exception(name: str) -> type[BaseException]:
+    """The exception `module.Name`, or Python's `Name`. Raises UsageError if there is none."""
     module, _, bare = name.rpartition(".")
-    found = [import_attribute(module, bare)] if module else _kinds(BaseException)
-    kinds = [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseException)]
-    if not module:
-        kinds = [kind for kind in kinds if kind.__name__ == bare]
-    if not kinds:
+    kind = import_attribute(module, bare) if module else getattr(builtins, bare, None)
+    if not isinstance(kind, type) or not issubclass(kind, BaseException):
         raise UsageError(f"zero_on={name}: that is no exception; write where it is, such as "
                          "zero_on=httpx.ConnectError")  # fmt: skip
-    return kinds
-
-
-def _kinds(kind: type[BaseException]) -> list[type[BaseException]]:
-    """The class, and all that derive from it."""
-    return [kind, *(below for child in type.__subclasses__(kind) for below in _kinds(child))]
+    return kind
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -453,11 +416,6 @@ def _number(value: Any) -> float:
     if not abs(float(value)) <= MAX_REWARD:
         raise ValueError(f"the program returned {value!r:.60}, not within ±{MAX_REWARD:g}")
     return float(value)
-
-
-def _tail(file: Any) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
-    return file.read().decode(errors="replace")
 
 
 def _choice(text: str) -> Choice:

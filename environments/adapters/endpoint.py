@@ -17,7 +17,6 @@ text)] of an answer, the `call_id` that a result belongs to, and the `thought` o
 """
 
 import json
-import math
 import queue
 import secrets
 import selectors
@@ -35,14 +34,26 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from jsonschema import Draft4Validator
+
 Json = dict[str, Any]
 OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
 HOST = "127.0.0.1"
 MAX_BODY = 16_000_000  # bytes of a request
 PART = 1 << 16  # bytes of it that are read at a time
 MAX_CHOICES = 128  # `n` of a request
-WHOLE_NUMBERS = "n max_tokens max_completion_tokens max_output_tokens seed top_logprobs".split()
+LIMITS = "max_completion_tokens", "max_tokens", "max_output_tokens"
 NUMBERS = "temperature top_p top_k min_p presence_penalty frequency_penalty".split()
+OBJECTS = "response_format", "text", "stream_options"
+WHOLE: dict[str, Any] = {"type": ["integer", "null"]}
+REQUEST = Draft4Validator({"properties": {  # all but messages and tools; draft 4: 3.0 is no integer
+    "n": WHOLE | {"minimum": 1, "maximum": MAX_CHOICES},
+    "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
+    "seed": WHOLE, "top_logprobs": WHOLE,
+    **{name: WHOLE | {"minimum": 1} for name in LIMITS},
+    **{name: {"type": ["number", "null"]} for name in NUMBERS},
+    **{name: {"type": ["object", "null"]} for name in OBJECTS},
+}})  # fmt: skip
 # What the policy cannot do, and what to do instead
 UNSUPPORTED = {
     "functions": "offer them as tools", "function_call": "use tools",
@@ -111,8 +122,7 @@ class Ask:
     @property
     def max_tokens(self) -> int | None:
         """The smallest limit that the request names."""
-        names = "max_completion_tokens", "max_tokens", "max_output_tokens"
-        limits = [self.body[name] for name in names if self.body.get(name) is not None]
+        limits = [self.body[name] for name in LIMITS if self.body.get(name) is not None]
         return min(limits, default=None)
 
     @property
@@ -288,33 +298,14 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
             tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
         if not messages:
             raise TypeError("there are no messages")
-        for name in ("response_format", "stream_options", "text"):
-            if not isinstance(body.get(name) or {}, dict):
-                raise TypeError(f"{name} must be an object")
+        for wrong in REQUEST.iter_errors(body):
+            raise TypeError(f"{'.'.join(map(str, wrong.path))}: {wrong.message}")
         if not isinstance(ask.schema or {}, dict):
             raise TypeError("a JSON schema must be an object")
-        check_numbers(body)
-        if not 1 <= ask.n <= MAX_CHOICES:
-            raise TypeError(f"n must be 1 to {MAX_CHOICES}")
-        if not all(isinstance(text, str) for text in ask.stop):
-            raise TypeError("stop must be a text or a list of texts")
-        if ask.max_tokens is not None and ask.max_tokens < 1:
-            raise TypeError("max_tokens must be at least 1")
-    except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+    except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
         kind = "" if type(error) is TypeError else f"{type(error).__name__}: "
         raise Refused(400, f"{kind}{error}"[:300]) from None
     return ask
-
-
-def check_numbers(body: Json) -> None:
-    """Raises TypeError if a setting that has to be a number is none. In Python `true` is one."""
-    for name in (*WHOLE_NUMBERS, *NUMBERS):
-        value = body.get(name)
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        is_number = is_whole or (isinstance(value, float) and math.isfinite(value))
-        if value is not None and not (is_whole if name in WHOLE_NUMBERS else is_number):
-            kind = "a whole number" if name in WHOLE_NUMBERS else "a number"
-            raise TypeError(f"{name} must be {kind}, not {value!r:.40}")
 
 
 def message_of_chat(message: Json) -> Json:

@@ -30,11 +30,11 @@ Reward of a response:
 import random
 from typing import Any
 
-from environments.adapters import import_library
 from environments.adapters.gymnasium_players import Game, find_game, format_hint, json_actions
 from environments.adapters.spaces import as_element, to_json
-from environments.base import Env, Message, Step, UsageError
+from environments.base import Env, Message, Step, UsageError, check_range
 from environments.parsing import Retries, one_of, read_action, user
+from environments.plumbing.installed import import_library
 from environments.plumbing.registry import import_attribute, import_source
 
 
@@ -73,11 +73,8 @@ class Gymnasium(Env):
     def __init__(self, id: str = "CartPole-v1", max_steps: int = 0, repeat: int = 1,
                  scale: float = 1.0, memory: bool = True, words: str = "",
                  **options: Any) -> None:  # fmt: skip
-        if max_steps < 0 or repeat < 1:
-            raise UsageError(
-                "max_steps must be at least 0 (0: the environment's own limit), "
-                "repeat must be at least 1"
-            )
+        check_range("max_steps", max_steps, 0)
+        check_range("repeat", repeat, 1)
         self.env, self.repeat, self.scale = _make(id, max_steps or None, options), repeat, scale
         self.game = load_words(words, self.env, self.env.action_space) or find_game(self.env)
         self.memory = memory
@@ -150,11 +147,7 @@ def load_words(words: str, env: Any, space: Any) -> Game | None:
     """
     if not words:
         return None
-    source, _, name = words.rpartition(":")
-    try:
-        found = import_attribute(source, name)
-    except UsageError as error:
-        raise UsageError(f"words={words}: {error}") from None
+    found = import_attribute(*words.rpartition(":")[::2])
     game = found if isinstance(found, Game) else found(env) if callable(found) else None
     if not isinstance(game, Game):
         raise UsageError(f"words={words} must be a Game, or a function from the environment to one")
@@ -169,7 +162,4 @@ def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:
     source, _, id = id.rpartition(":")
     if source:
         import_source(source)  # registers the environment
-    try:
-        return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)
-    except Exception as error:  # of Gymnasium, or of the environment's constructor
-        raise UsageError(f"Gymnasium cannot make {id!r}: {' '.join(str(error).split())}") from None
+    return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)

@@ -30,9 +30,9 @@ from typing import Any
 
 import httpx
 
-from environments.adapters import import_library
 from environments.base import Env, EnvFailure, Message, Step, UsageError
-from environments.parsing import MAX_CANDIDATES, MAX_CHARACTERS, Retries, read_action, user
+from environments.parsing import Retries, json_objects, read_action, user
+from environments.plumbing.installed import import_library
 
 HIDDEN_FIELDS = ("done", "reward", "metadata")
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -46,8 +46,6 @@ class OpenEnv(Env):
 
     def __init__(self, url: str = "http://127.0.0.1:8000", field: str = "message") -> None:
         self.client_class = import_library("openenv.core").GenericEnvClient
-        if not url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise UsageError(f"url must be the http address of an OpenEnv server, not {url!r}")
         self.url, self.fields = url, field.split()
         if not self.fields:
             raise UsageError("field must name a field of the server's action")
@@ -55,10 +53,7 @@ class OpenEnv(Env):
         if len(self.fields) > 1:
             self.hint = f"Answer with JSON: {json.dumps(dict.fromkeys(self.fields, '..'))}"
         self.client: Any = None
-        try:
-            self._connect()
-        except Exception as error:  # refused, unknown host, not an OpenEnv server, no free session
-            raise UsageError(f"no OpenEnv session at {url}: {_text(error)}") from None
+        self._connect()  # raises if there is no server, or no free session
         self._disconnect()  # the session is free until the first episode
         self._check_fields()
 
@@ -106,15 +101,9 @@ class OpenEnv(Env):
         if len(self.fields) == 1:
             value = read_action(response, self.fields[0], lambda value: value)
             return {self.fields[0]: response if value is None else value}
-        start, text = MAX_CHARACTERS, response[-MAX_CHARACTERS:]
-        for _ in range(MAX_CANDIDATES):
-            start = text.rfind("{", 0, start)
-            if start < 0:
-                break
-            with suppress(ValueError, RecursionError):
-                value, _ = json.JSONDecoder().raw_decode(text, start)
-                if set(self.fields) <= set(value):
-                    return {field: value[field] for field in self.fields}
+        for found in json_objects(response):
+            if {*self.fields} <= {*found}:
+                return {field: found[field] for field in self.fields}
         return None
 
     def _check_fields(self) -> None:

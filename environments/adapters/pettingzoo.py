@@ -16,7 +16,6 @@ import sys
 from collections import defaultdict
 from typing import Any
 
-from environments.adapters import import_library
 from environments.adapters.gymnasium import extract_action, load_words
 from environments.adapters.gymnasium_players import (
     Game,
@@ -25,8 +24,9 @@ from environments.adapters.gymnasium_players import (
     plain_actions,
 )
 from environments.adapters.spaces import MAX_SPELLED, as_element, check_observations, to_json
-from environments.base import Message, MultiAgentEnv, Step, UsageError
+from environments.base import Message, MultiAgentEnv, Step
 from environments.parsing import Retries, user
+from environments.plumbing.installed import import_library
 from environments.plumbing.registry import import_source
 
 
@@ -58,7 +58,7 @@ class PettingZoo(MultiAgentEnv):
         agent = self.env.agent_selection
         space = self.env.action_space(agent)
         action = as_element(space, extract_action(self.game, responses[agent]))
-        if action is None or not self._is_legal(action):
+        if action is None or (self.mask is not None and not self.mask[action]):
             refused = self.retries[agent].refuse(format_hint(self.game))
             others = {} if not refused.done else set(self.returns) - {agent}
             end = Step(None, 0.0, True, {"correct": False})
@@ -107,9 +107,6 @@ class PettingZoo(MultiAgentEnv):
         legal = [name for name, ok in zip(names, self.mask, strict=True) if ok]
         return f"{text}\nLegal: {' '.join(legal)}"
 
-    def _is_legal(self, action: Any) -> bool:
-        return self.mask is None or bool(self.mask[action])
-
     def _by_numbers(self, space: Any) -> Game:
         for agent in self.env.agents:
             check_observations(self.env.observation_space(agent), self.id)
@@ -124,11 +121,7 @@ def _make(id: str, options: dict[str, Any]) -> Any:
     source, _, id = id.rpartition(":")
     if source:
         import_source(source)  # registers the environment
-    try:
-        if id in pettingzoo.parallel_registry and id not in pettingzoo.aec_registry:
-            parallel = pettingzoo.make("parallel", id, **options)
-            return import_library("pettingzoo.utils").parallel_to_aec(parallel)
-        return pettingzoo.make("aec", id, **options)
-    except Exception as error:  # of PettingZoo, or of the environment's constructor
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise UsageError(f"PettingZoo cannot make {id!r}: {reason}") from None
+    if id in pettingzoo.parallel_registry and id not in pettingzoo.aec_registry:
+        parallel = pettingzoo.make("parallel", id, **options)
+        return import_library("pettingzoo.utils").parallel_to_aec(parallel)
+    return pettingzoo.make("aec", id, **options)

@@ -25,9 +25,10 @@ import os
 import re
 from typing import Any
 
-from environments.adapters import import_library, preserve_global_generators
+from environments.adapters import preserve_global_generators
 from environments.base import Env, Message, Step, UsageError
 from environments.parsing import read_action, user
+from environments.plumbing.installed import import_library
 
 ARITHMETIC = re.compile(r"(?:[\d\s+/()-]|\*(?!\*)){1,1000}")
 POLYNOMIAL = re.compile(r"(?:[\d\s+/()C-]|[xyzX](?:\s*\*\*\s*\d\d?(?!\d))?|\*(?!\*)){1,1000}")
@@ -66,10 +67,7 @@ class ReasoningGym(Env):
             raise UsageError(f"set PYTHONHASHSEED=0: {dataset} depends on the order of a set")
         self.name, self.options = dataset, options
         self.create = import_library("reasoning_gym").create_dataset
-        try:
-            self.reset(0)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise UsageError(f"Reasoning Gym: {' '.join(str(error).split())}") from None
+        self.reset(0)  # raises for an unknown dataset and for wrong options
 
     def reset(self, seed: int) -> list[Message]:
         with preserve_global_generators():  # some datasets seed them

@@ -26,7 +26,6 @@ starts a new server. After an {"error": ".."} it raises RemoteError instead.
 """
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -47,6 +46,7 @@ from environments.base import (
     Message,
     Step,
     UsageError,
+    check_range,
     checked_step,
 )
 from environments.plumbing.options import split_words
@@ -56,8 +56,9 @@ from environments.plumbing.tools import schemas
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
-MAX_TIMEOUT = 1_000_000  # seconds
-SHOWN_LINES, SHOWN_BYTES = 3, 1000  # of the server's stderr
+TIMEOUTS = 0.001, 1_000_000  # seconds
+MAX_OUTPUT = 100_000  # bytes of what a process wrote that are read, from the end
+SHOWN_LINES, SHOWN_CHARACTERS = 3, 1000  # of the server's stderr
 SLICE = 0.1  # seconds
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
 
@@ -79,9 +80,7 @@ class Remote(Env):
     def __init__(self, env: str = "", command: str = "", timeout: float = 10.0) -> None:
         if bool(env) == bool(command):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
-        if not 0 < timeout <= MAX_TIMEOUT:  # nor NaN
-            raise UsageError(f"timeout must be more than 0 and at most {MAX_TIMEOUT:,} seconds, "
-                             f"not {timeout:g}")  # fmt: skip
+        check_range("timeout", timeout, *TIMEOUTS)
         self.arguments = split_words(command)
         self.variables: dict[str, str] | None = None  # those of this process
         if env:
@@ -138,9 +137,7 @@ class Remote(Env):
         """Returns the end of what the server wrote to stderr, to append to an error."""
         if self.stderr is None:
             return ""
-        self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - SHOWN_BYTES))
-        lines = self.stderr.read().decode(errors="replace").split("\n")
-        shown = " | ".join([line.strip() for line in lines if line.strip()][-SHOWN_LINES:])
+        shown = " | ".join(last_lines(self.stderr)[-SHOWN_LINES:])[-SHOWN_CHARACTERS:]
         return f"; last lines of its stderr: {shown}" if shown else ""
 
     def _start(self) -> subprocess.Popen:
@@ -165,10 +162,6 @@ def serve(spec: str) -> None:
     """Answers requests on stdin until it closes; what the environment prints goes to stderr."""
     env = make(spec)
     answers, sys.stdout = sys.stdout, sys.stderr
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(
-            encoding="utf-8", errors="replace"
-        )  # bytes that are no UTF-8: no request either
     for line in sys.stdin:
         try:
             answer = json.dumps(_answer(env, json.loads(line)))
@@ -179,16 +172,10 @@ def serve(spec: str) -> None:
 
 def _answer(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "reset":
-        return {"messages": env.reset(_seed(request))}
+        return {"messages": env.reset(request["seed"])}
     if request["do"] == "step":
         return vars(checked_step(env.step(request["response"]), PLAYER, is_single=True))
     return {"text": env.demonstrate(request["hasty"])}
-
-
-def _seed(request: dict[str, Any]) -> int:
-    if type(request["seed"]) is not int:  # another type in EVAL_SEEDS compares all of them
-        raise ValueError("the seed is no integer")
-    return request["seed"]
 
 
 def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -207,17 +194,14 @@ def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float
         seconds -= min(time.monotonic() - started, 2 * SLICE)
         if received is None and seconds <= 0:
             raise EnvFailure("no answer within the timeout")
-    line, newline, rest = received.partition(b"\n")
     if len(received) > MAX_ANSWER_BYTES:
         raise EnvFailure(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
-    if not newline:
+    if b"\n" not in received:
         raise EnvFailure("the process ended")
-    if rest:
-        raise EnvFailure("more than one answer to a request")
     answer = None
     with contextlib.suppress(ValueError, RecursionError):
-        answer = json.loads(line)
-    if not isinstance(answer, dict):
+        answer = json.loads(received)
+    if not isinstance(answer, dict):  # two answers are none
         raise EnvFailure("the answer is not a JSON object")
     return answer
 
@@ -258,6 +242,13 @@ def _kill(process: subprocess.Popen) -> None:
                 command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
                 subprocess.run(command, capture_output=True)
             process.kill()
+
+
+def last_lines(file: IO[bytes]) -> list[str]:
+    """The lines in the end of a file, without those that are empty."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
+    lines = file.read().decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _read_messages(value: Any) -> list[Message]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from environments.adapters import import_library
 from environments.base import UsageError
 from environments.parsing import integer, read_action
+from environments.plumbing.installed import import_library
 
 MAX_NUMBERS = 1000  # in an observation; more is an image
 MAX_SPELLED = 16  # numbers that `describe` lists one by one

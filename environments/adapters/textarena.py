@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from environments.adapters import import_library, preserve_global_generators
-from environments.base import Message, MultiAgentEnv, Step, UsageError
+from environments.adapters import preserve_global_generators
+from environments.base import Message, MultiAgentEnv, Step, UsageError, check_range
 from environments.parsing import read_action, user
+from environments.plumbing.installed import import_library
 
 MAX_ACTION_LENGTH = 2000  # characters
 MAX_PLAYERS = 20
@@ -39,8 +40,7 @@ class TextArena(MultiAgentEnv):
     thread_safe = False  # the library has state that all instances share
 
     def __init__(self, id: str = "TicTacToe-v0", players: int = 0) -> None:
-        if not 0 <= players <= MAX_PLAYERS:
-            raise UsageError(f"players must be 0 to {MAX_PLAYERS}, not {players}")
+        check_range("players", players, 0, MAX_PLAYERS)
         self.id, self.textarena = id, import_library("textarena")
         self.generator_states = random.getstate(), np.random.get_state()
         for self.players in [players] if players else range(1, MAX_PLAYERS + 1):

@@ -28,9 +28,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from environments.adapters import import_library
-from environments.base import Env, Message, Step, UsageError
+from environments.base import Env, Message, Step, check_range
 from environments.parsing import Retries, read_action, user
+from environments.plumbing.installed import import_library
 
 # level: rooms, objects, commands on the shortest solution
 LEVELS = {1: (1, 3, 1), 2: (2, 4, 2), 3: (3, 6, 3), 4: (4, 8, 4), 5: (6, 10, 6)}
@@ -49,8 +49,7 @@ class TextWorld(Env):
     thread_safe = False  # the library has state that all instances share
 
     def __init__(self, level: int = 1, hints: bool = False) -> None:
-        if level not in LEVELS:
-            raise UsageError(f"level must be 1 to {max(LEVELS)}, not {level}")
+        check_range("level", level, 1, max(LEVELS))
         self.textworld, self.level, self.hints = import_library("textworld"), level, hints
         self.game: Any = None
 

@@ -1,6 +1,5 @@
 """Rows of data for environments: local files and data sets of the Hugging Face hub."""
 
-import importlib
 import json
 import os
 from contextlib import suppress
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.base import UsageError
+from environments.plumbing.installed import import_library
 
 Row = dict[str, Any]
 
@@ -37,25 +37,9 @@ def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
 
 
 def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
-    """Returns the rows of a split, or those of a local file, as `datasets` reads its kind.
-
-    Raises UsageError if they cannot be loaded.
-    """
-    datasets = import_for("datasets", path)
-    try:
-        if os.path.isfile(path):
-            folder, name = os.path.split(os.path.abspath(path))
-            return list(datasets.load_dataset(folder, data_files=name, split="train"))
-        return list(datasets.load_dataset(path, configuration, split=split))
-    except Exception as error:  # network, disk, data set moved: any kind of error
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"cannot load {path}: {type(error).__name__}: {reason}") from None
-
-
-def import_for(module: str, data: str) -> Any:
-    """Imports a library that `data` needs. Raises UsageError if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.replace("_", "-")
-        raise UsageError(f'data={data} needs {package}: pip install -e ".[envs]"') from None
+    """Returns the rows of a split, or those of a local file, as `datasets` reads its kind."""
+    datasets = import_library("datasets")
+    if os.path.isfile(path):
+        folder, name = os.path.split(os.path.abspath(path))
+        return list(datasets.load_dataset(folder, data_files=name, split="train"))
+    return list(datasets.load_dataset(path, configuration, split=split))

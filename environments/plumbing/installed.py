@@ -1,8 +1,12 @@
 """Ends a program with one sentence where this Python lacks packages; imported before the others."""
 
+import importlib
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from typing import Any
+
+from environments.base import UsageError
 
 NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro rich matplotlib yaml numpy
     httpx filelock jsonschema""".split()  # the dependencies of pyproject.toml
@@ -12,3 +16,12 @@ if missing := [name for name in NEEDED if not (PathFinder.find_spec(name) or fin
     sys.exit(f"{', '.join(missing)}: not installed in this Python, {sys.executable}. Activate the "
              "environment in which you installed picoRL, or install it in this one: "
              f"{sys.executable} -m pip install -e .")  # fmt: skip
+
+
+def import_library(name: str, extra: str = "envs") -> Any:
+    """Imports an optional library; raises UsageError with the install command if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0].replace("_", "-")
+        raise UsageError(f'{package} is not installed: pip install -e ".[{extra}]"') from None

@@ -100,6 +100,8 @@ def convert(text: str, parameter: inspect.Parameter) -> Any:
     try:
         return _as_kind(_without_quotes(text), kind)
     except WRONG:
+        if get_origin(kind) is Literal:
+            raise ValueError(f"one of {', '.join(map(str, get_args(kind)))}") from None
         raise ValueError(f"of type {kind.__name__ if type(kind) is type else kind}") from None
 
 

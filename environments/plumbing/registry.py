@@ -85,7 +85,8 @@ IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 HERE = str(Path(__file__).parent.parent)
 NOT_OWN = (  # code in which a user does not look for the cause of an error
     "<frozen", os.path.join(os.path.dirname(HERE), "core"),
-    *(os.path.join(HERE, name) for name in ("adapters", "base.py", "plumbing", "rewarded.py")),
+    *(os.path.join(HERE, name) for name in ("adapters", "plumbing")),
+    *(os.path.join(HERE, f"{name}.py") for name in ("base", "math_qa", "rewarded")),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
 FOLDERS = set[str]()  # of the user's files that were imported by their path

@@ -208,8 +208,7 @@ class ToolEnv(Env):
     def __init__(self, env: Env, read_calls: ReadCalls = read_calls):
         """`read_calls`: finds the calls in a response."""
         self.env, self.read_calls = env, read_calls
-        self.tools, self.thread_safe, self.heavy = env.tools, env.thread_safe, env.heavy
-        self.main_thread = env.main_thread
+        self.tools, self.thread_safe, self.main_thread = env.tools, env.thread_safe, env.main_thread
         self.schemas: list[dict[str, Any]] = []
 
     def reset(self, seed: int) -> list[Message]:
