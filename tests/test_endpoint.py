@@ -153,9 +153,14 @@ def test_the_next_response_keeps_all_but_the_instructions(session):
     assert found == [[("system", "Be brief."), *kept], later, [("system", "Be long."), *later]]
 
 
+ASK = json.dumps({"model": "x", "messages": CHAT})
+
+
 @pytest.mark.parametrize("request_, status", [
     (("POST", "/v1/nothing", "{}", {}), 404),
     (("POST", "/v1/chat/completions", "[" * 99999, {}), 400),
+    (("POST", "/v1/chat/completions", ASK[:-1] + ', "temperature": NaN}', {}), 400),
+    (("POST", "/v1/chat/completions", ASK[:-1] + ', "temperature": 1e999}', {}), 400),
     (("GET", "/v1/models", "", {"Authorization": "Bearer no"}), 401),
     (("GET", "/v1/models", "", {"Origin": "http://a.page"}), 403),
     (("POST", "/v1/chat/completions", "", {"Content-Length": str(MAX_BODY + 1)}), 413),

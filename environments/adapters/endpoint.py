@@ -51,7 +51,7 @@ REQUEST = Draft4Validator({"properties": {  # all but messages and tools; draft 
     "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
     "seed": WHOLE, "top_logprobs": WHOLE,
     **{name: WHOLE | {"minimum": 1} for name in LIMITS},
-    **{name: {"type": ["number", "null"]} for name in NUMBERS},
+    **{name: {"type": ["number", "null"], "minimum": -1e9, "maximum": 1e9} for name in NUMBERS},
     **{name: {"type": ["object", "null"]} for name in OBJECTS},
 }})  # fmt: skip
 # What the policy cannot do, and what to do instead
@@ -306,6 +306,11 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
         kind = "" if type(error) is TypeError else f"{type(error).__name__}: "
         raise Refused(400, f"{kind}{error}"[:300]) from None
     return ask
+
+
+def float_of_json(text: str) -> float:
+    """Raises ValueError for NaN and Infinity, which are not JSON."""
+    raise ValueError(f"{text} is not JSON")
 
 
 def message_of_chat(message: Json) -> Json:
@@ -582,7 +587,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _read_body(self) -> Json:
         """Raises Refused for anything but a JSON object of a bounded size."""
         try:
-            body = json.loads(b"".join(self._parts()))
+            body = json.loads(b"".join(self._parts()), parse_constant=float_of_json)
         except (ValueError, RecursionError):
             raise Refused(400, "the request is not JSON") from None
         if not isinstance(body, dict):
