@@ -184,8 +184,6 @@ class TorchSampler(Sampler):
         few = len(self.waiting) < ADMIT_ABOVE * len(self.batch)
         if not self.waiting or (self.batch and (few or not self.cache.can_merge)):
             return
-        if not self.batch:
-            self.policy.causal_lm.eval()  # without dropout
         room = len(self.waiting) if self.max_batch is None else self.max_batch - len(self.batch)
         new = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
         if not new:
@@ -208,8 +206,7 @@ class TorchSampler(Sampler):
     def _draw(self) -> tuple[list[int], list[float], Iterable[Kept | None]]:
         """The next token of each completion, its log-prob, and what could be drawn (None: all).
 
-        From the logits [C, V] of its row, of those that its schema allows; at temperature 0, where
-        all completions of a row get the same token, from [R, V].
+        From the logits [C, V] of its row, of those that its schema allows.
         """
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
@@ -217,17 +214,12 @@ class TorchSampler(Sampler):
         for partial in self.batch:
             mask = partial.matcher and partial.matcher.compute_bitmask()
             allowed.append(mask and self.masks.setdefault(mask, mask))
-        if params.temperature == 0 and not any(allowed):
-            logits = self.cache.logits
-            uniform = torch.zeros(len(logits), dtype=torch.float64)
-            drawn, logprobs = (x[rows] for x in self.draw_function(logits, params, uniform))
-        else:
-            logits = self.cache.logits[rows]
-            if any(allowed):
-                logits = only_kept(logits, allowed, -torch.inf)
-            numbers = [c.uniform[len(c.token_ids)] for c in self.batch]
-            uniform = torch.tensor(numbers, dtype=torch.float64)
-            drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
+        logits = self.cache.logits[rows]
+        if any(allowed):
+            logits = only_kept(logits, allowed, -torch.inf)
+        numbers = [c.uniform[len(c.token_ids)] for c in self.batch]
+        uniform = torch.tensor(numbers, dtype=torch.float64)
+        drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
         kept: Iterable[Kept | None] = allowed
         if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()

@@ -76,7 +76,6 @@ def trainer_logprobs(policy, token_ids):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_and_trained_log_probs_are_those_of_the_model(family, family_folder):
     policy = load_small(family_folder(family))
-    policy.causal_lm.train()  # the sampler switches dropout off
     prompts = prompts_of(policy)
     completions = TorchSampler(policy).sample(prompts, SamplingParams(max_tokens=10, seed=1))
     for prompt, completion in zip(prompts, completions, strict=True):

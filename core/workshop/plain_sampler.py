@@ -34,7 +34,6 @@ class PlainSampler(Sampler):
         request, limit = self.waiting[0], completion_limit(self.policy, self.waiting.pop(0))
         # one number in [0, 1) for each token that may come; it decides which token is drawn
         numbers = uniforms(request.seed, [request.stream], limit)  # [1, limit]
-        self.policy.causal_lm.eval()  # without dropout
         token_ids: list[int] = []
         logprobs: list[float] = []
         while len(token_ids) < limit and not {*token_ids[-1:]} & {*self.policy.stop_ids}:
