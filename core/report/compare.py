@@ -15,11 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from core.run import cli
-
-if __name__ == "__main__":
-    cli.need_temporary_folder("core.report.compare")
-
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +22,6 @@ from rich.text import Text
 
 from core.faults import UsageError
 from core.report import board as boards
-from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import (
     TARGET_ACCURACY,
@@ -37,6 +31,7 @@ from core.report.summary import (
     tokens_to_target,
 )
 from core.results import accuracy_of, before_after
+from core.run import cli
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
 from environments.plumbing.registry import EnvSpec
@@ -69,6 +64,8 @@ def compare(
     if board:
         print_board(runs, budget)
         return
+    from core.report.curves import draw_comparison  # imports matplotlib, which takes a second
+
     configs = [read_config(run) for run in runs]
     records = [read_records(run / METRICS) for run in runs]
     rows = table_rows(list(zip(runs, configs, records, strict=True)))
