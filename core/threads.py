@@ -58,7 +58,7 @@ class Threads:
         self.count, self.limit, self.flag = count, limit or math.inf, flag
         self.interrupts = interrupts
         self.say: Callable[[str], None] = lambda line: None
-        self.said = set[str]()
+        self.said = set[Any]()  # keys of lines
         self.slow = set[Kind]()
         self.longer = defaultdict[Kind, float](float)  # seconds beyond SLOW of the calls of a kind
         self.alone = set[str]()  # specs that one thread calls, however slow they are
@@ -115,10 +115,10 @@ class Threads:
         self.clear()
         self.one.put(None)
 
-    def say_once(self, line: str) -> None:
-        """Says a line, unless it was said before."""
-        if line not in self.said:
-            self.said.add(line)
+    def say_once(self, line: str, key: Any = None) -> None:
+        """Says a line, unless one with its `key` was said before; None: the line itself."""
+        if (key or line) not in self.said:
+            self.said.add(key or line)
             self.say(line)
 
     def is_parallel(self, kind: Kind) -> bool:

@@ -4,15 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Queue
 from threading import Event
-from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
 from core.config import Config
-from core.context import Renderer
+from core.episodes import RolloutCollector
 from core.extras import serve
+from core.extras.chat import Speaker
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import PRETRAINED
 from environments.adapters.endpoint import Endpoint, read_ask
@@ -80,7 +80,7 @@ def test_it_answers_as_the_policy_and_keeps_the_conversation(served):
 
 
 def test_requests_with_settings_of_their_own_are_sampled_in_one_batch(policy, monkeypatch):
-    endpoint, renderer, steps = Endpoint(any_key=True), Renderer(policy), []
+    endpoint, collector, steps = Endpoint(any_key=True), RolloutCollector(policy, 1), []
     wanted = [
         {"temperature": 0}, {"temperature": 1, "seed": 3}, {"temperature": 1.5, "seed": -1},
         {"temperature": 1, "seed": 3, "n": 2}, {"temperature": 0.7, "top_p": 0.5, "seed": 4},
@@ -104,12 +104,11 @@ def test_requests_with_settings_of_their_own_are_sampled_in_one_batch(policy, mo
 
     monkeypatch.setattr(endpoint.only, "receive", receive)
     monkeypatch.setattr(serve, "TorchSampler", Recorder)
-    speaker = SimpleNamespace(policy=policy, collector=SimpleNamespace(renderer=renderer))
     with pytest.raises(KeyboardInterrupt):
-        serve.answer_all(endpoint, speaker, Config(temperature=0))
+        serve.answer_all(endpoint, Speaker("model", collector), Config(temperature=0))
     endpoint.close()
     assert steps[0] == 6 and len(steps) <= 8
-    ids = renderer.opening_ids(chat, ())
+    ids = collector.renderer.opening_ids(chat, ())
     for ask, own in zip(asks, wanted, strict=True):
         seed = own.get("seed", 0) % 2**63
         params = SamplingParams(8, own["temperature"], own.get("top_p", 1.0), seed=seed)

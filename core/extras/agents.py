@@ -42,7 +42,6 @@ from environments.base import PLAYER, EnvFailure
 from environments.plumbing.registry import place_of
 from environments.plumbing.tools import END_OF_THOUGHT, OPENING, call_text, name_of, spoken
 
-SAID = set[tuple[Any, Any]]()  # what was said to whom
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
 # Settings that are followed, or that change no token of the answer
@@ -62,10 +61,9 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     """One episode of a program, from its first request to its reward."""
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
-    threads, say = collector.pool.threads, collector.pool.threads.say
+    say_once = collector.pool.threads.say_once
     if collector.renderer.drop_thinking:
-        threads.say_once("--thinking drop does nothing for agents: their programs decide what is "
-                         "sent back")  # fmt: skip
+        say_once("--thinking drop does nothing for agents: their programs decide what is sent back")
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     while program.play is not None:
@@ -88,18 +86,18 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                 asking.prompt_ids = prompt.ids
                 request = answerer(episode, asking)
                 assert isinstance(request, Request)
-                follow(ask, prompt, request, collector.policy, say)
+                follow(ask, prompt, request, collector.policy, say_once)
                 sampled.append((ask, prompt, request))
         completions = (yield [request for _, _, request in sampled]) if sampled else []
         reply(known, sampled, completions, rollout)
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
         if program.remark:
-            say_once(say, program.remark, program.remark)
+            say_once(program.remark)
     if broken := program.error:
         line = (f"an agent ended with {error_text(broken)}; such episodes earn the lowest reward. "
                 "If the policy is not the cause, correct it, or raise environments.base.EnvFailure"
                 )  # fmt: skip
-        say_once(say, line, (type(broken), place_of(broken)))
+        say_once(line, (type(broken), place_of(broken)))
     if len(program.turns) > len(rollout.turns):
         raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
     for turn, reward in zip(rollout.turns, program.turns, strict=False):
@@ -109,13 +107,12 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
 
 
 def follow(
-    ask: Ask, prompt: "Prompt", request: Request, policy: Policy, say: Callable[[str], None]
+    ask: Ask, prompt: "Prompt", request: Request, policy: Policy, say_once: Callable[[str], None]
 ) -> None:
     """Samples a request as its program wants it, as far as that goes, and says what does not."""
     for wanted in differences(ask, request.params):
-        line = f"a request of an agent sets {wanted}: it is answered as the run samples"
-        say_once(say, line, wanted)
-    request.matcher = matcher(ask, prompt, policy, request.sampler, say)
+        say_once(f"a request of an agent sets {wanted}: it is answered as the run samples")
+    request.matcher = matcher(ask, prompt, policy, request.sampler, say_once)
     if ask.max_tokens:
         request.max_tokens = min(request.max_tokens, ask.max_tokens)
 
@@ -334,7 +331,7 @@ def differences(ask: Ask, params: SamplingParams) -> list[str]:
 
 
 def matcher(
-    ask: Ask, prompt: Prompt, policy: Policy, sampler: Sampler, say: Callable[[str], None]
+    ask: Ask, prompt: Prompt, policy: Policy, sampler: Sampler, say_once: Callable[[str], None]
 ) -> Any:
     """What lets the answer follow the schema of the request; None, said once, if nothing can."""
     if not ask.schema:
@@ -347,11 +344,4 @@ def matcher(
             raise UsageError("this model writes calls of tools as JSON, too")
         return constrain.matcher(policy, ask.schema, prompt.ids, call)
     except UsageError as error:
-        line = f"the JSON schema of a request is in its prompt only: {error}"
-        say_once(say, line, str(error))
-
-
-def say_once(say: Callable[[str], None], line: str, key: Any) -> None:
-    if (say, key) not in SAID:
-        SAID.add((say, key))
-        say(line)
+        say_once(f"the JSON schema of a request is in its prompt only: {error}")

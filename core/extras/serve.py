@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.config import Config
 from core.extras import chat
-from core.extras.agents import Conversations, Prompt, cut_at, differences, matcher, say_once
+from core.extras.agents import Conversations, Prompt, cut_at, differences, matcher
 from core.faults import UsageError
 from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler, draw
@@ -68,6 +68,8 @@ def main(flags: Flags, chat_flags: chat.Flags, cfg: Config) -> int:
 def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
     """Answers requests for ever, all together, each token with the settings of its request."""
     policy, renderer = speaker.policy, speaker.collector.renderer
+    speaker.collector.pool.threads.say = chat._note
+    say_once = speaker.collector.pool.threads.say_once
     running = dict[Request, tuple[Ask, Prompt, SamplingParams]]()
     choices = dict[Ask, list[Choice]]()
 
@@ -93,15 +95,14 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                 choices[ask], seed = [], ask.body.get("seed")
                 for wanted in differences(ask, params):
                     if not wanted.startswith(("seed", "temperature", "top_p")):  # it follows these
-                        line = f"a request sets {wanted}: it is answered as the run samples"
-                        say_once(chat._note, line, wanted)
+                        say_once(f"a request sets {wanted}: it is answered as the run samples")
                 for stream in range(ask.n):
                     if seed is None:
                         stream = known.stream(cfg.seed, prompt.ids)
                     request = Request(
                         prompt.ids, of_all, cfg.seed if seed is None else seed % 2**63, stream,
                         max_tokens=ask.max_tokens or cfg.max_tokens,
-                        matcher=matcher(ask, prompt, policy, sampler, chat._note),
+                        matcher=matcher(ask, prompt, policy, sampler, say_once),
                     )  # fmt: skip
                     sampler.add(request)
                     running[request] = ask, prompt, params
