@@ -49,14 +49,11 @@ class Overdue(BaseException):
 
 class Threads:
     """`count`: calls of slow environments at the same time; the others wait.
-    `limit`: seconds per call, 0: no limit. `flag`: what sets the limit, for messages.
+    `limit`: seconds per call, 0: no limit.
     `interrupts`: whether calls that are given up are interrupted."""
 
-    def __init__(
-        self, count: int, limit: float, flag: str = "--env-timeout", interrupts: bool = True
-    ):
-        self.count, self.limit, self.flag = count, limit or math.inf, flag
-        self.interrupts = interrupts
+    def __init__(self, count: int, limit: float, interrupts: bool = True):
+        self.count, self.limit, self.interrupts = count, limit or math.inf, interrupts
         self.say: Callable[[str], None] = lambda line: None
         self.said = set[Any]()  # keys of lines
         self.slow = set[Kind]()
@@ -152,7 +149,7 @@ class Threads:
         return key, outcome, time.monotonic() - since
 
     def _time_limit(self) -> TimeLimit:
-        return TimeLimit(f"no answer in {self.limit:g} seconds ({self.flag})")
+        return TimeLimit(f"no answer in {self.limit:g} seconds (--env-timeout)")
 
     def _hire(self) -> None:
         """Starts the threads that are missing."""

@@ -216,9 +216,10 @@ def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
     assert first.error == last.error == "" and re.search(reason, broken.error)
 
 
-def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy):
+def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy, monkeypatch):
     server.broken = {"slow": "hang"}
-    sampler = OpenAISampler(policy, server.url, "m", timeout=1.0)
+    monkeypatch.setattr(openai_sampler, "TIMEOUT_S", 1.0)
+    sampler = OpenAISampler(policy, server.url, "m")
     slow, quick = Request([], PARAMS, chat=chat("slow")), Request([], PARAMS, 7, 1, chat("pear"))
     sampler.add(slow)
     assert sampler.step() == []
@@ -231,9 +232,10 @@ def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy
     assert {body["seed"] for _, body, _ in server.asked} >= {derive_seed(7, 1), derive_seed(0, 0)}
 
 
-def test_after_eight_failures_in_a_row_no_request_is_sent(server, policy):
+def test_after_eight_failures_in_a_row_no_request_is_sent(server, policy, monkeypatch):
     server.broken = {"bad": (STREAM, event("<answer>"))}
-    sampler = OpenAISampler(policy, server.url, "m", concurrency=1)
+    monkeypatch.setattr(openai_sampler, "CONCURRENCY", 1)
+    sampler = OpenAISampler(policy, server.url, "m")
     words = ["pear", *["bad"] * 8, *["pear"] * 400]  # some are sent before the eighth is counted
     completions = complete(sampler, [Request([], PARAMS, chat=chat(word)) for word in words])
     assert completions[0].error == "" and "finish reason" in completions[8].error

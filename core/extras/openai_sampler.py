@@ -46,34 +46,26 @@ class RequestError(RuntimeError):
 
 
 class OpenAISampler(Sampler):
-    """Samples from `model` at `base_url`, with up to `concurrency` requests at once.
+    """Samples from `model` at `base_url`.
 
-    `timeout`: seconds for one request with its retries. Raises UsageError if the package openai is
-    missing, or no header can hold the API key.
+    Raises UsageError if the package openai is missing, or no header can hold the API key.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        base_url: str,
-        model: str,
-        concurrency: int = CONCURRENCY,
-        timeout: float = TIMEOUT_S,
-    ):
+    def __init__(self, policy: Policy, base_url: str, model: str):
         if not is_installed("openai"):
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
         if not (_api_key().isascii() and _api_key().isprintable()):
             raise UsageError("OPENAI_API_KEY has characters that no header can hold")
         import openai
 
-        self.policy, self.base_url, self.model, self.timeout = policy, base_url, model, timeout
+        self.policy, self.base_url, self.model = policy, base_url, model
         # a thread that waits for a server would run no Python code to be interrupted in
-        self.threads = Threads(concurrency, timeout, interrupts=False)
+        self.threads = Threads(CONCURRENCY, TIMEOUT_S, interrupts=False)
         self.threads.slow.add(SEND)  # so each call has a thread
         self.client: Any = openai.OpenAI(
             base_url=base_url,
             api_key=_api_key() or "none",  # the client requires one
-            timeout=timeout,
+            timeout=TIMEOUT_S,
             max_retries=MAX_RETRIES,
             http_client=openai.DefaultHttpxClient(
                 follow_redirects=False,  # to no other host
@@ -91,7 +83,7 @@ class OpenAISampler(Sampler):
         policy.max_length = 1 << 30  # only the server knows the model's limit
 
     def add(self, request: Request) -> None:
-        """Sends `request.chat`, once fewer than `concurrency` requests are open."""
+        """Sends `request.chat`, once fewer than CONCURRENCY requests are open."""
         if request.chat is None:
             raise ValueError("a server takes messages, not token ids: give the request a `chat`")
         self.open.add(request)
@@ -133,7 +125,7 @@ class OpenAISampler(Sampler):
         """The completion of an answer or an error. Counts the failures."""
         answer, error = outcome
         if isinstance(error, TimeLimit):
-            return self._count_failure(f"not complete in {self.timeout:g} s")
+            return self._count_failure(f"not complete in {TIMEOUT_S:g} s")
         try:
             if error is not None:
                 raise error

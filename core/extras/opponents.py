@@ -88,16 +88,9 @@ class Opponents:
         self.samplers: dict[str, Sampler] = {o: s for o in opponents(cfg)
                                              if (s := _sampler(o, cfg, policy))}  # fmt: skip
 
-    def ask(
-        self, opponent: str, episode: Episode, agent: Agent, params: SamplingParams,
-        copy: int | None = None,
-    ) -> Wanted:  # fmt: skip
-        """Whom the collector asks for the next response of an agent that `opponent` plays.
-
-        `copy`: the update whose copy plays, -1 for none; None: as the task draws it.
-        """
-        if copy is None:
-            copy = self.copy_for(episode.task, opponent, params.seed)
+    def ask(self, opponent: str, episode: Episode, agent: Agent, params: SamplingParams) -> Wanted:
+        """Whom the collector asks for the next response of an agent that `opponent` plays."""
+        copy = self.copy_for(episode.task, opponent, params.seed)
         agent.player = f"{opponent}, update {copy}" if copy >= 0 else short_path(opponent)
         seed = derive_seed(params.seed, OPPONENTS)
         stream = derive_seed(agent.stream, len(agent.rollout.turns))

@@ -20,7 +20,6 @@ tensors, so its temporaries are as small and every machine computes the same ope
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,7 +75,9 @@ class PiecewiseAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Takes a step with every parameter that has a gradient."""
         taken = max(int(state["step"]) for state in self.state.values())
-        with _seeded(derive_seed(self.seed, ROUNDING, taken)):
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(gpus):  # afterwards the generators are as before
+            torch.manual_seed(derive_seed(self.seed, ROUNDING, taken))
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
@@ -114,12 +115,3 @@ class PiecewiseAdamW(torch.optim.Optimizer):
         for number, p in enumerate(self._parameters()):
             for name, tensor in self.state[p].items():
                 tensor.copy_(state_dict["state"][number][name])
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Inside, the default generators start from `seed`; afterwards they are as before."""
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(gpus):
-        torch.manual_seed(seed)
-        yield
