@@ -132,9 +132,8 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     started = perf_counter()
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
     progress = checkpoint.START | found.progress
-    smaller = memory.smaller_weights(cfg.lora_rank, cfg.quantize != "none")
-    advice = f"Use {smaller}--optimizer adamw8bit, a lower --max-model-len or a smaller model"
-    with memory.out_of_memory_as_one_line(lambda: advice):
+    others = "--optimizer adamw8bit, a lower --max-model-len or a smaller model"
+    with memory.out_of_memory_as_one_line(lambda: f"Use {memory.SMALLER}, {others}"):
         policy = _load_policy(cfg, folder)
         opponents = _load_opponents(cfg, policy, folder, progress)
         optimizer = optimizer_for(cfg, policy)  # warm_start sets its own learning rate

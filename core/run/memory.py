@@ -35,6 +35,8 @@ PROBE_TOKENS = 64  # of the short pass that measures bytes per token
 CPU_BUDGET = 8192  # tokens in a micro-batch where free memory cannot be measured
 MIN_BUDGET, MAX_BUDGET = 1024, 65536  # tokens; larger micro-batches are no faster
 USABLE = 0.7  # of free memory; the rest: gradients of activations, fragmentation, vLLM's graphs
+# with which weights need less memory; vLLM has no code for nf4
+SMALLER = "--lora-rank 16, with it --quantize nf4 --sampler torch"
 LOGIT_COPIES = 5  # float32 copies of a chunk of logits that exist at the same time
 Forward = Callable[[Policy, MicroBatch, float], tuple[Tensor, Tensor, Tensor | None]]
 
@@ -129,24 +131,11 @@ def _reduce_memory(policy: Policy, longest: int, may_checkpoint: bool, reason: s
     if may_checkpoint and not policy.checkpointed_layers:
         checkpoint_layers(policy)
         return f"a sequence of {longest} tokens: trying gradient checkpointing"
-    smaller = smaller_weights(policy.lora_rank, policy.quantized)
     raise OutOfMemory(
         f"one sequence of {longest} tokens does not fit in memory ({reason}). Lower --max-tokens, "
-        f"--max-turns or --max-model-len, or use {smaller}--gradient-checkpointing on or a "
+        f"--max-turns or --max-model-len, or use {SMALLER}, --gradient-checkpointing on or a "
         "smaller model"
     )
-
-
-def smaller_weights(lora_rank: int, quantized: bool) -> str:
-    """The next of the settings with which weights need less memory, for a list; "": none is left.
-
-    >>> smaller_weights(0, False), smaller_weights(16, False), smaller_weights(16, True)
-    ('--lora-rank 16, ', '--quantize nf4 --sampler torch, ', '')
-    """
-    if quantized:
-        return ""
-    # vLLM has no code for this format
-    return "--quantize nf4 --sampler torch, " if lora_rank else "--lora-rank 16, "
 
 
 @contextmanager
