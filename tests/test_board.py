@@ -57,10 +57,10 @@ def test_a_run_counts_at_its_last_evaluation_within_the_budget():
     assert line.startswith("long: the last evaluation within the budget counts")
     assert [row[3][:4] for row in rows] == ["0.50", "0.40"]
     assert [row[4] for row in rows] == ["300", "100"]
-    assert board(runs, budget=286)[1] == rows  # 300 / 1.05 = 285.7
-    assert [row[4] for row in board(runs, budget=285)[1]] == ["100", "200"]
-    assert board(runs, budget=400)[1][0][3].startswith("0.90")
-    assert [row[4] for row in board(runs, budget=1)[1]] == ["0", "0"]  # before the first update
+    for budget, tokens in ((286, ["300", "100"]), (285, ["100", "200"]), (1, ["0", "0"])):
+        for _, config, _ in runs:
+            config["max_sampled_tokens"] = budget  # 300 / 1.05 = 285.7; 1: before the first update
+        assert [row[4] for row in board(runs)[1]] == tokens
 
 
 @pytest.mark.parametrize("folder", ["base/model", "mine"])
@@ -95,13 +95,12 @@ def test_runs_on_other_terms_are_not_ranked():
     ]  # fmt: skip
 
 
-def test_the_budget_is_that_of_most_runs_or_given():
+def test_the_budget_is_that_of_most_runs():
     runs = [run(name, 0, 0.5, max_sampled_tokens=n) for name, n in [("a", 9), ("b", 7), ("c", 7)]]
     assert ", 7 sampled tokens," in board(runs)[0]
-    with pytest.raises(UsageError, match="--budget 50000"):
-        board([run("a", 0, 0.5, max_sampled_tokens=0)])
-    with pytest.raises(UsageError, match="no run with an evaluation"):
-        board([(Path("never"), CONFIG, [])])
+    for others in (run("a", 0, 0.5, max_sampled_tokens=0), (Path("never"), CONFIG, [])):
+        with pytest.raises(UsageError, match="no run has an evaluation and a budget"):
+            board([others])
 
 
 def test_the_terms_are_those_of_the_runs_that_set_a_budget():
@@ -131,4 +130,3 @@ def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):
         assert compare.main(["--board", str(tmp_path / pattern)]) == 0
         assert capsys.readouterr().out.splitlines()[:4] == out.splitlines()[:4]
     assert compare.main(["--board", folders[2]]) == 2
-    assert compare.main([*folders[:2], "--budget", "5"]) == 2

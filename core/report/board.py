@@ -40,29 +40,23 @@ class Entry:
 
 
 def board(
-    runs: list[tuple[Path, dict[str, Any], list[Record]]], budget: int = 0
+    runs: list[tuple[Path, dict[str, Any], list[Record]]],
 ) -> tuple[str, list[list[str]], list[str]]:
     """Returns the terms, a row as in HEADERS for each run, best first, and lines: why runs are not
     on the board, or not with their last evaluation.
 
-    `runs`: folder, settings and metrics of each. The terms are those of most runs that set
-    --max-sampled-tokens; a room has others too. `budget`: sampled tokens; 0: that of most runs.
-
-    Raises UsageError if there is no run to rank, or no budget.
+    `runs`: folder, settings and metrics of each. The terms and the budget are those of most runs
+    that set --max-sampled-tokens; a room has others too. Raises UsageError if there is none.
     """
     models = names_of_models([str(config["model_id"]) for _, config, _ in runs])
     terms = [terms_of(*run[1:], model) for run, model in zip(runs, models, strict=True)]
-    known = [(term, run[1]["max_sampled_tokens"])
-             for term, run in zip(terms, runs, strict=True) if term[0]]  # fmt: skip
-    if not known:
-        raise UsageError("no run with an evaluation: python train.py evaluates, and "
-                         "--max-sampled-tokens sets the budget")  # fmt: skip
-    with_budget = [(term, tokens) for term, tokens in known if tokens]
-    if not budget and not with_budget:
-        raise UsageError("no run has --max-sampled-tokens: give the budget, such as --budget 50000")
-    common = Counter(term for term, _ in with_budget or known).most_common(1)[0][0]
-    budgets = Counter(tokens for term, tokens in with_budget if term == common)
-    budget = budget or budgets.most_common(1)[0][0]
+    budgets = [config["max_sampled_tokens"] for _, config, _ in runs]
+    entered = [(term, tokens) for term, tokens in zip(terms, budgets, strict=True)
+               if term[0] and tokens]  # fmt: skip
+    if not entered:
+        raise UsageError("no run has an evaluation and a budget, which --max-sampled-tokens sets")
+    common = Counter(term for term, _ in entered).most_common(1)[0][0]
+    budget = Counter(tokens for term, tokens in entered if term == common).most_common(1)[0][0]
     env, tasks, model = common[:3]
     compared = [run for run, term in zip(runs, terms, strict=True) if term == common]
     entries = [entry_of(*run, env, budget) for run in compared]

@@ -43,26 +43,21 @@ TEXTS = 4  # the first columns; the others are numbers
 TIES = "Equal ranks: the 95% interval of the difference to the first of them includes 0."
 
 
-def compare(
-    runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False, budget: int = 0
-) -> None:
+def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -> None:
     """Compare runs: print a table, and write compare.png and compare.html beside the first run.
 
     Args:
         runs: folders of runs, such as runs/a runs/b
         board: only print a table: accuracy at the same number of sampled tokens, and which ranks
             are ties; folders that are not runs are left out, so runs/* will do
-        budget: of --board, in sampled tokens; 0: the --max-sampled-tokens of most runs
     """
     if not runs:
         raise UsageError(
             "name the folders of the runs: python -m core.report.compare runs/a runs/b"
         )
-    if budget < 0 or (budget and not board):
-        raise UsageError(f"--budget {budget}: a number of tokens, with --board")
     runs = tuple(dict.fromkeys(itertools.chain(*map(matching, runs))))
     if board:
-        print_board(runs, budget)
+        print_board(runs)
         return
     from core.report.curves import draw_comparison  # imports matplotlib, which takes a second
 
@@ -84,13 +79,13 @@ def compare(
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
 
 
-def print_board(folders: tuple[Path, ...], budget: int) -> None:
+def print_board(folders: tuple[Path, ...]) -> None:
     """Prints the board of the folders that are runs."""
     runs = []
     for folder in folders:
         with suppress(UsageError):
             runs.append((folder, read_config(folder), read_records(folder / METRICS)))
-    title, rows, lines = boards.board(runs, budget)
+    title, rows, lines = boards.board(runs)
     console = Console()
     console.print(Text(printable(title), style="bold"))
     print_table(console, boards.HEADERS, rows)
