@@ -594,9 +594,6 @@ def range_problem(name: str, value: float, allowed: Range) -> str:
     return f"{flag(name)} must be {span}, not {f'{value}':.30}"
 
 
-RANGE_OF = facts_of(Range, Config)
-
-
 def _range_problems(cfg: Config) -> Iterator[str]:
     for settings, prefix in ((cfg, ""), (cfg.options, f"{name_of(cfg.algo)}.")):
         for name, allowed in facts_of(Range, type(settings)).items():

@@ -197,8 +197,8 @@ def test_every_number_has_a_range_whose_ends_are_valid():
     numbers = {name for name, value in vars(resolve(Config())).items()
                if type(value) in (int, float)}  # fmt: skip
     none_by_default = {"env_instances", "max_tokens_per_micro_batch"}
-    assert config.RANGE_OF.keys() == numbers | none_by_default
-    ranges = dict(config.RANGE_OF)
+    ranges = config.facts_of(Range, Config)
+    assert ranges.keys() == numbers | none_by_default
     for algo in algorithm_names():
         options = load_algorithm(algo).Options
         of_algorithm = config.facts_of(Range, options)

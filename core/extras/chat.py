@@ -32,8 +32,9 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from algorithms.options import Range
 from core import config, tasks
-from core.config import Config
+from core.config import Config, Count
 from core.faults import Fault, UsageError
 from core.run.files import scratch_folder
 from core.run.folder import read_config
@@ -44,6 +45,7 @@ from environments.plumbing.text import one_line, printable
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
 OF_TINY = "tiny knows only its tasks' wording, one task per conversation"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
+Port = Annotated[int, Range(0, 65535)]
 OUT, NOTES = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
@@ -53,13 +55,15 @@ class PolicyFlags:
 
     # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
     policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = ""
-    temperature: float = 0.0  # Sampling temperature; 0: greedy.
-    top_p: float = 1.0  # Keep the most likely tokens up to this probability mass; 1: keep all.
-    top_k: int = 0  # Keep this many of the most likely tokens; 0: keep all.
+    # Sampling temperature; 0: greedy.
+    temperature: Annotated[float, Range(0.01, 100, or_zero=True)] = 0.0
+    # Keep the most likely tokens up to this probability mass; 1: keep all.
+    top_p: Annotated[float, Range(1e-6, 1)] = 1.0
+    top_k: Count = 0  # Keep this many of the most likely tokens; 0: keep all.
     # Token limit of one answer; 0: that of the run; without a run 64 for tiny and smollm2,
     # otherwise 1024.
-    max_tokens: int = 0
-    seed: int = 0  # Random seed of the answers.
+    max_tokens: Count = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # Random seed of the answers.
     device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
     # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -73,7 +77,7 @@ class Flags(PolicyFlags):
     before: bool = False  # Show the answer of the model before training, too.
     env: str = ""  # Environment of /task and --web; empty: that of the run.
     web: bool = False  # In the browser instead: play a held-out task beside the policy, or talk.
-    port: int = 0  # Port of the page of --web; 0: a free one.
+    port: Port = 0  # Port of the page of --web; 0: a free one.
 
 
 def parse(args: list[str]) -> tuple[Flags, Config]:
@@ -82,18 +86,17 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
     """
     kind = tyro.conf.FlagCreatePairsOff[Flags]
-    return settings(tyro.cli(kind, prog="python -m core.chat", args=args))
+    flags: Flags = tyro.cli(kind, prog="python -m core.chat", args=args)
+    if flags.port and not flags.web:
+        raise UsageError("--port has no effect without --web")
+    return settings(flags)
 
 
 def settings(flags: Flags) -> tuple[Flags, Config]:
     """The flags with the policy's folder, and the settings. Raises UsageError for invalid flags."""
-    for name in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
-        value = getattr(flags, name)
-        off = name in ("temperature", "max_tokens") and value == 0
-        if not off and (problem := config.range_problem(name, value, config.RANGE_OF[name])):
+    for name, allowed in config.facts_of(Range, Flags).items():
+        if problem := config.range_problem(name, getattr(flags, name), allowed):
             raise UsageError(problem)
-    if flags.port and not flags.web:
-        raise UsageError("--port has no effect without --web")
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
     if not flags.policy:

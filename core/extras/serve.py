@@ -38,17 +38,14 @@ class Flags(chat.PolicyFlags):
     A request may set its own temperature, top_p, seed and token limit.
     """
 
-    port: int = 8000  # Port on 127.0.0.1; 0: a free one.
+    port: chat.Port = 8000  # Port on 127.0.0.1; 0: a free one.
 
 
 def parse(args: list[str]) -> tuple[Flags, chat.Flags, Config]:
     """The flags, as those of core.chat, too; raises UsageError, as `chat.parse` does."""
     kind = tyro.conf.FlagCreatePairsOff[Flags]
     flags: Flags = tyro.cli(kind, prog="python -m core.serve", args=args)
-    if not 0 <= flags.port < 65536:
-        raise UsageError(f"--port must be 0 to 65535, not {flags.port}")
-    shared = {k: v for k, v in vars(flags).items() if k != "port"}
-    return flags, *chat.settings(chat.Flags(**shared))
+    return flags, *chat.settings(chat.Flags(**vars(flags)))
 
 
 def main(flags: Flags, chat_flags: chat.Flags, cfg: Config) -> int:
