@@ -82,7 +82,6 @@ class RolloutCollector:
         self.renderer = renderer(policy, drop_thinking, system_prompt)
         threads = Threads(env_workers, env_timeout)
         self.pool = Pool(self.renderer.prepare, threads, env_instances)
-        self.refused = set[str]()  # environments of which tasks were replaced
         self.opponents: Any = None  # core/extras/opponents.py; None: the policy plays all agents
         self.shows_right = False  # whether turns get `feedback_ids`
         self.play_program: Any = None  # an episode of a program that asks: core/extras/agents.py
@@ -273,10 +272,8 @@ class RolloutCollector:
             episode.draws += 1
             if seed in EVAL_SEEDS or episode.draws > MAX_DRAWS:
                 raise
-            if env not in self.refused:
-                self.refused.add(env)
-                self.pool.threads.say(f"{env} with seed {seed}: {error}; another task takes its "
-                                      "place, and that of others like it")  # fmt: skip
+            self.pool.threads.say_once(f"{env} with seed {seed}: {error}; another task takes its "
+                                       "place, and that of others like it", env)  # fmt: skip
             seeds = DEMO_SEEDS if seed in DEMO_SEEDS else TRAIN_SEEDS
             episode.task = replace(episode.task, seed=random.Random(seed).choice(seeds))
             episode.agents.clear()
