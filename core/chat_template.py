@@ -15,7 +15,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from jinja2 import Environment, TemplateError
@@ -51,6 +51,8 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime
 # Mistral's template wants an id of nine characters in the result of a call
 CALL_ID: dict[str, Any] = {"name": "tool", "tool_call_id": "call00001"}
 TOOL_CALL: dict[str, Any] = {"type": "function", "id": CALL_ID["tool_call_id"]}
+# of the arguments of a call, as templates want them: an object, or text (DeepSeek)
+ENCODINGS = dict, partial(json.dumps, ensure_ascii=False)
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 Schema = dict[str, Any]
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
@@ -243,24 +245,9 @@ def _split_turn_tokens(
 def _with_calls(
     tokenizer: Tokenizer, chat: list[Message], tools: Sequence[Schema]
 ) -> list[Message]:
-    """The chat with its calls as the template writes them: with the arguments as an object or as
-    text; if it writes none, as a part of the content."""
+    """The chat with its calls as the template writes them, or else as a part of the content."""
     if not any("tool_calls" in m for m in chat):
         return chat
-
-    def each(change: Callable[[Any, list[Any]], Any]) -> list[Message]:
-        functions = [[call["function"] for call in m.get("tool_calls", ())] for m in chat]
-        return [change(m, f) if f else m for m, f in zip(chat, functions, strict=True)]
-
-    def with_json(m: Any, functions: list[Any]) -> Any:
-        texts = [json.dumps(f["arguments"], ensure_ascii=False) for f in functions]
-        pairs = zip(functions, texts, strict=True)
-        calls = [TOOL_CALL | {"function": f | {"arguments": text}} for f, text in pairs]
-        return m | {"tool_calls": calls}
-
-    def as_text(m: Any, functions: list[Any]) -> Any:
-        calls = [call_text(f["name"], **f["arguments"]) for f in functions]
-        return {"role": m["role"], "content": "\n".join(filter(None, [m["content"], *calls]))}
 
     def written(chat: list[Message]) -> str:
         try:
@@ -268,11 +255,27 @@ def _with_calls(
         except UsageError:
             return ""
 
-    without = written(each(lambda m, _: {"role": m["role"], "content": m["content"]}))
-    for found in (chat, each(with_json)):
+    without = written([{"role": m["role"], "content": m["content"]} for m in chat])
+    for encode in ENCODINGS:
+        found = [_with_arguments(m, encode) for m in chat]
         if written(found) not in ("", without):
             return found
-    return each(as_text)
+    return [{"role": m["role"], "content": content_and_calls(m)} for m in chat]
+
+
+def _with_arguments(message: Message, encode: Callable[[Any], Any]) -> Message:
+    """The message with the arguments of its calls in another form."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    encoded = [f | {"arguments": encode(f["arguments"])} for f in functions]
+    calls = [TOOL_CALL | {"function": f} for f in encoded]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def content_and_calls(message: Message) -> str:
+    """The text of a message that has calls, for a template or a server without them."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [call_text(f["name"], **f["arguments"]) for f in functions]
+    return "\n".join(filter(None, [message["content"], *calls]))
 
 
 def _split_schemas(tokenizer: Tokenizer, tools: Sequence[Schema]) -> list[Schema]:
@@ -359,14 +362,13 @@ def render_calls(
 
     Raises UsageError if the template refuses them.
     """
-    reason = "it has no tool format"
-    for encode in (dict, json.dumps):  # DeepSeek's template wants the arguments as text
-        functions = [{"name": name, "arguments": encode(values)} for name, values in calls]
-        tool_calls = [TOOL_CALL | {"function": f} for f in functions]
-        message: Any = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    tool_calls = [{"function": {"name": name, "arguments": values}} for name, values in calls]
+    answer: Message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    for encode in ENCODINGS:
+        chat = [QUESTION, _with_arguments(answer, encode), *after]
         try:
-            return render(tokenizer, [QUESTION, message, *after], open_turn=False, tools=[TOOL])
-        except (TypeError, UsageError) as error:
+            return render(tokenizer, chat, open_turn=False, tools=[TOOL])
+        except UsageError as error:
             reason = str(error)
     raise UsageError(f"the chat template refuses calls of tools: {reason}")
 

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from core.chat_template import content_and_calls
 from core.config import is_installed
 from core.faults import UsageError
 from core.policy import Policy
@@ -27,7 +28,6 @@ from core.sampler import Request, Sampler
 from core.seeds import derive_seed
 from core.threads import Outcome, Threads, TimeLimit
 from core.types import Completion, Message
-from environments.plumbing.tools import call_text
 
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
@@ -212,8 +212,7 @@ def _for_server(chat: list[Message]) -> list[dict[str, Any]]:
                 for i, f, text in zip(ids, functions, texts, strict=True)
             ]
         elif functions:
-            calls = [call_text(f["name"], **f["arguments"]) for f in functions]
-            made["content"] = "\n".join(filter(None, [made["content"], *calls]))
+            made["content"] = content_and_calls(message)
         elif made["role"] == "tool" and ids:
             made["tool_call_id"] = ids.pop(0)
         elif made["role"] == "tool":
