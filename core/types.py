@@ -65,8 +65,7 @@ class Rollout:
     # of each agent that the policy does not play: its "player" and "messages"; for the log
     opponents: dict[str, dict[str, Any]] = field(default_factory=dict)
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
-    # the "trainer" before and "after" the update, its "advantage", and with several turns the
-    # "sequence" that it was trained in; empty: not traced
+    # the "trainer" before and "after" the update, and its "advantage"; empty: not traced
     token_traces: list[dict[str, list]] = field(default_factory=list)
 
     @property

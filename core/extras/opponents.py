@@ -24,8 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from core import distributed
 from core.config import Config, model_and_url, older_interval, opponents
 from core.context import Agent
@@ -34,6 +32,7 @@ from core.extras.openai_sampler import OpenAISampler
 from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall
+from core.run import staleness
 from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.models import load_exported
@@ -146,9 +145,7 @@ class Opponents:
             copy_weights(folder, parameters)
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(own[name])
+            staleness.copy_weights(own, parameters)
 
     def _folder(self, copy: int) -> Path:
         return self.folder / "opponents" / f"{copy:06d}"
