@@ -43,8 +43,10 @@ def draw_curves(
                                wspace=0.13)  # fmt: skip
         figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, y=0.98, ha="left")
         _draw_accuracy(axes[0, 0], records)
-        _draw_metrics(axes[0, 1], updates, "Reward per rollout", ["reward/mean"], [BLUE])
-        _draw_metrics(axes[1, 0], updates, "Completion length, tokens", ["length/mean"], [ORANGE])
+        _label(axes[0, 1], "Reward per rollout")
+        _draw_metric(axes[0, 1], updates, "reward/mean", BLUE)
+        _label(axes[1, 0], "Completion length, tokens")
+        _draw_metric(axes[1, 0], updates, "length/mean", ORANGE)
         if info:
             _draw_info(axes[1, 1], updates, info, meanings or {})
         elif warm_start:
@@ -127,18 +129,14 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
         axis.legend(frameon=False)
 
 
-def _draw_metrics(
-    axis: Axes, records: list[Record], title: str, names: list[str], colors: list[str]
+def _draw_metric(
+    axis: Axes, records: list[Record], name: str, color: str, label: str | None = None
 ) -> None:
-    """Draws each metric as a thin line, and its moving average as a thick one."""
-    _label(axis, title)
-    for name, color in zip(names, colors, strict=False):
-        points = [(r["update"], r[name]) for r in records if r.get(name) is not None]
-        if not points:
-            continue
+    """Draws a metric as a thin line, and its moving average as a thick one."""
+    if points := [(r["update"], r[name]) for r in records if r.get(name) is not None]:
         updates, values = zip(*points, strict=True)
         axis.plot(updates, values, color=color, linewidth=1, alpha=0.35)
-        axis.plot(updates, _smooth(values), color=color, linewidth=2.2, label=name)
+        axis.plot(updates, _smooth(values), color=color, linewidth=2.2, label=label)
 
 
 def _draw_info(
@@ -147,10 +145,10 @@ def _draw_info(
     """Draws what the environment reports; a single metric is the title."""
     texts = [meanings.get(key, key) for key in (name.removeprefix("info/") for name in names)]
     title = "Reported by the environment, mean" if len(names) > 1 else texts[0]
-    _draw_metrics(axis, records, title[:1].upper() + title[1:], names, [GREEN, PURPLE, ORANGE])
+    _label(axis, title[:1].upper() + title[1:])
+    for name, text, color in zip(names, texts, (GREEN, PURPLE, ORANGE), strict=False):
+        _draw_metric(axis, records, name, color, text)
     if len(names) > 1:
-        for line, text in zip(axis.lines[1::2], texts, strict=False):
-            line.set_label(text)
         axis.legend(frameon=False)
     values = [r[name] for r in records for name in names if r.get(name) is not None]
     if values and min(values) >= 0 and max(values) <= 1:
