@@ -288,8 +288,6 @@ class RolloutCollector:
     def new_agent(self, episode: Episode, name: str) -> Agent:
         """An agent of the episode, with a random stream of its own."""
         task, number = episode.task, len(episode.agents)
-        if number == STREAMS_PER_EPISODE:
-            raise ValueError(f"the environment has more than {STREAMS_PER_EPISODE} agents")
         rollout = Rollout(task.env.short, name, task.seed, task.group_id, episode_truncated=True)
         rollout.tools = [*map(name_of, episode.env.schemas)]
         stream = episode.number * STREAMS_PER_EPISODE + number

@@ -84,8 +84,6 @@ class OpenAISampler(Sampler):
 
     def add(self, request: Request) -> None:
         """Sends `request.chat`, once fewer than CONCURRENCY requests are open."""
-        if request.chat is None:
-            raise ValueError("a server takes messages, not token ids: give the request a `chat`")
         self.open.add(request)
         if not self.closed_because:
             self.threads.start(request, SEND, partial(self._answer, request))

@@ -22,8 +22,6 @@ from typing import Any
 
 import filelock
 import torch
-from rich.console import Console
-from rich.progress import track
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -106,7 +104,7 @@ def _weights(tensors: list[Any]) -> dict[str, Tensor]:
     from gguf import dequantize
 
     weights = {}
-    for tensor in track(tensors, "smollm2", console=Console(stderr=True)):
+    for tensor in tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name):
             layer, kind = match.groups()
