@@ -111,9 +111,8 @@ class SharedPrefixCache:
         self.width = 0  # of the longest row
         self.position = mask.sum(1) - 1  # [R]
         self.padding = None if mask.all() else ~mask[:, None, None]  # [P, 1, 1, n]
-        self.row_padding: Tensor | None = (
-            None  # [R, 1, 1, width + 1]; None: all rows are equally long
-        )
+        # [R, 1, 1, width + 1]; None: all rows are equally long
+        self.row_padding: Tensor | None = None
         self.prompt_kv = [(k.transpose(2, 3).contiguous(), v.contiguous()) for k, v in prompt_kv]
         _, kv_heads, _, head_dim = prompt_kv[0][1].shape
         shape = (len(mask), kv_heads, max_new_tokens, head_dim)

@@ -16,7 +16,6 @@ at temperature 0, which draws nothing, those of temperature 1.
 """
 
 import gc
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -133,7 +132,10 @@ class Sampler(ABC):
 
 
 class TorchSampler(Sampler):
-    """Samples from the training model itself, so `sync` has nothing to do."""
+    """Samples from the training model itself, so `sync` has nothing to do.
+
+    Requests that are sampled at the same time have the same SamplingParams.
+    """
 
     constrains = True
 
@@ -150,11 +152,7 @@ class TorchSampler(Sampler):
         self.masks: dict[bytes, bytes] = {}  # of the batch, so that equal ones are one object
 
     def add(self, request: Request) -> None:
-        limit = completion_limit(self.policy, request)
-        for other in itertools.islice(itertools.chain(self.batch, self.waiting), 1):
-            if other.request.params != request.params:
-                raise ValueError("the requests of a batch need the same SamplingParams")
-        self.waiting.append(_Partial(request, limit))
+        self.waiting.append(_Partial(request, completion_limit(self.policy, request)))
 
     def step(self) -> list[tuple[Request, Completion]]:
         """As `Sampler.step`. Raises OutOfMemory if not even one completion fits into memory."""
