@@ -15,6 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from core.run import cli
+
+if __name__ == "__main__":
+    cli.need_temporary_folder("core.report.compare")
+
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +27,7 @@ from rich.text import Text
 
 from core.faults import UsageError
 from core.report import board as boards
+from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import (
     TARGET_ACCURACY,
@@ -31,7 +37,6 @@ from core.report.summary import (
     tokens_to_target,
 )
 from core.results import accuracy_of, before_after
-from core.run import cli
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
 from environments.plumbing.registry import EnvSpec
@@ -59,8 +64,6 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
     if board:
         print_board(runs)
         return
-    from core.report.curves import draw_comparison  # imports matplotlib, which takes a second
-
     configs = [read_config(run) for run in runs]
     records = [read_records(run / METRICS) for run in runs]
     rows = table_rows(list(zip(runs, configs, records, strict=True)))

@@ -224,6 +224,12 @@ def say_loading() -> None:
         print("loading torch ..", file=sys.stderr, flush=True)
 
 
+def need_temporary_folder(program: str) -> None:
+    """Exit with a line if no place for temporary files is writable; before `import torch`."""
+    if code := run(lambda _: 0, [], lambda _: None, program, starting=True):
+        sys.exit(code)
+
+
 def use_expandable_segments() -> None:
     """Makes PyTorch's blocks of GPU memory growable, against fragmentation; before `import torch`.
 
