@@ -265,7 +265,7 @@ class ServerSampler(Sampler):
             else:
                 self._admit(server, answer)
         except (Lost, TimeLimit) as failure:
-            self._lose(call, f"{failure}".removesuffix(" ()"))
+            self._lose(call, f"{failure}".removesuffix(" (--env-timeout)"))
         except UsageError as refusal:
             if request or not self.started:
                 raise UsageError(f"--base-url {server.url}: {refusal}") from None
