@@ -41,6 +41,7 @@ from core.algorithm import (
 from core.faults import UsageError
 from environments.plumbing.options import key_value_pairs, read_literal
 from environments.plumbing.registry import EnvSpec, absolute, runs_code
+from environments.rewarded import needs_main_thread
 
 T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
@@ -517,10 +518,11 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
     if cfg.overlap and opponents(cfg):
         yield "--overlap: opponents take turns with the training: remove one of them"
-    in_main = [env for env in map(EnvSpec, cfg.env) if env.declares("main_thread")]
-    if cfg.overlap and in_main:  # elsewhere signal.alarm raises, which math-verify takes for wrong
+    in_main = [*filter(needs_main_thread, map(EnvSpec, cfg.env))] if cfg.overlap else []
+    if in_main:  # elsewhere signal.alarm raises, which math-verify takes for a wrong answer
         yield (f"--overlap plays in a second thread, and {in_main[0].short} is called in the main "
-               "thread, as its functions may use signal.alarm: remove one of them")  # fmt: skip
+               "thread, as it may use signal.alarm: make reward functions async, or remove one of "
+               "them")  # fmt: skip
     if cfg.sampler == "server":
         if not cfg.base_url:
             yield "--sampler server needs --base-url http://HOST:8000,.."

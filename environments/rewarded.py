@@ -82,6 +82,7 @@ class Rewarded(Env):
     FILE.py:name or module:name; `weights`: of the functions, by default 1."""
 
     main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
+    # (False in an instance whose functions are all async: these run in the event loop's thread)
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Rewarded(Env):
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
-        functions = [import_attribute(*name.rpartition(":")[::2]) for name in reward]
+        functions = import_functions(reward)
         names = [name.rpartition(":")[2] for name in reward]
         if len({*names}) < len(names):  # of several files
             files = [Path(name.rpartition(":")[0].removesuffix(".py")).name for name in reward]
@@ -106,6 +107,7 @@ class Rewarded(Env):
                 raise UsageError(f"reward: {name} is no function, or given twice")
         weights = weights or (1.0,) * len(names)
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
+        self.main_thread = not all(map(inspect.iscoroutinefunction, functions))
         self.prompt = prompt
         self.train, self.test, self.columns = load(data, prompt, config, split)
 
@@ -212,6 +214,18 @@ class Rewarded(Env):
         correct = first is not None and first >= 1.0
         place = {"row": self.row.place}
         return Step(None, reward, True, place | logged | {"correct": correct} | info)
+
+
+def import_functions(reward: Iterable[str]) -> list[Callable[..., Any]]:
+    """The functions that an option `reward` names. Raises UsageError for those that are missing."""
+    return [import_attribute(*name.rpartition(":")[::2]) for name in reward]
+
+
+def needs_main_thread(spec: EnvSpec) -> bool:
+    """Whether the main thread has to call an environment: async reward functions need it not."""
+    if spec.name == "rewarded":
+        return not all(map(inspect.iscoroutinefunction, import_functions(spec.values["reward"])))
+    return bool(spec.declares("main_thread"))
 
 
 def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """--overlap: the metrics of --staleness 1 to the bit, with episodes played while updates train."""
 
+import shlex
 import signal
 import threading
 from pathlib import Path
@@ -19,7 +20,20 @@ CASES = {
     "ppo, all weights": "--algo ppo --num-minibatches 2",
     "several agents": "--env tic_tac_toe --max-turns 3 --sft-steps 2 --filter-groups 1",
     "an agent's program": f"--env agent:run={AGENTS}/plain.py:run,data={AGENTS}/sums.jsonl",
+    "async reward functions": f"--env rewarded:data={AGENTS}/sums.jsonl,"
+    "prompt=question,reward=judges.py:judge",
 }
+JUDGES = """
+import asyncio, threading
+
+async def judge(completions, **columns):
+    assert threading.current_thread() is not threading.main_thread()
+    await asyncio.sleep(0)
+    return [len(text) % 3 / 2 for text in completions]
+
+def alone(completions, **columns):
+    return [0.0] * len(completions)
+"""
 FAILS = """
 import os
 
@@ -54,6 +68,7 @@ def threads(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_has_the_metrics_and_rollouts_of_staleness_1(command, threads, case):
+    Path("judges.py").write_text(JUDGES)
     flags = [*SMALL, *CASES[case].split()]
     for name, flag in (("a", "--staleness=1"), ("b", "--overlap")):
         code, _, err = command(*flags, flag, "--run-name", name)
@@ -111,11 +126,15 @@ def test_the_copy_has_trained_weights_of_its_own_and_shares_the_others(policy):
         ("--sampler openai --num-updates 0 --base-url http://127.0.0.1:1", "--overlap does not go"),
         ("--curriculum 0.7", "--overlap does not go with --curriculum"),
         ("--env tic_tac_toe:opponent=guess", "opponents take turns"),
-        ("--env rewarded:data=a.jsonl,reward=a.py:f", "is called in the main thread"),
+        (
+            "--env 'rewarded:data=a.jsonl,reward=judges.py:judge judges.py:alone'",
+            "is called in the main thread",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(command, flags, said):
-    code, _, err = command(*SMALL, "--overlap", *flags.split())
+    Path("judges.py").write_text(JUDGES)
+    code, _, err = command(*SMALL, "--overlap", *shlex.split(flags))
     assert code == 2 and said in err
 
 
