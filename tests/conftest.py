@@ -204,8 +204,8 @@ def policy(qwen3_folder):
 def command(tmp_path, monkeypatch, capsys):
     """Runs `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr).
 
-    Writes no curves.png, which takes longer than the few small updates of a test. What the test
-    imports from its folder is forgotten afterwards.
+    Writes no curves.png, which takes longer than the few small updates of a test, and does not
+    wait for the disk. What the test imports from its folder is forgotten afterwards.
     """
     import train
     from core.report import curves
@@ -215,6 +215,7 @@ def command(tmp_path, monkeypatch, capsys):
     rewarded.set_sources((), ())  # forgets another test's file of the same relative name
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(curves, "draw_curves", lambda *_: None)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
     def run(*args):
         try:

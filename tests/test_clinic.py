@@ -28,7 +28,7 @@ def test_a_fault_is_named_in_three_updates(name, command, monkeypatch):
     fault = faults.FAULTS[name]
     fault.install(monkeypatch.setattr)
     several = ["--num-prompts", "8"] * (name == "micro_batch_mean")  # micro-batches
-    found = warnings(command, *SMALL, *fault.flags.split(), *several)
+    found = warnings(command, *SMALL, "--eval-num-tasks", 0, *fault.flags.split(), *several)
     assert "; try " in found[fault.warning]
 
 
