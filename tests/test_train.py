@@ -137,10 +137,10 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
 
 
 def test_a_resumed_run_has_all_its_state(command, monkeypatch, pays):
-    """The value head, the reference and the level of the tasks."""
+    """The value head, the reference, the level of the tasks and the older weights that sample."""
     pays(lambda answer, number: float(len(answer)))
     flags = """--env task --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1
-        --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8""".split()
+        --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8 --staleness 1""".split()
     assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
     with monkeypatch.context() as patch:
         raise_in(patch, "UpdateStats", signal.SIGINT)
