@@ -1,4 +1,7 @@
-"""Fixtures: small models with random weights, policies loaded from them, the command line."""
+"""Fixtures: small models with random weights, policies loaded from them, the command line.
+
+Slow imports stand in functions: the process with which `pytest -n` starts the others needs none.
+"""
 
 import os
 
@@ -6,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's libraries are imp
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread makes small tensors slower
 
 import copy
+import gc
 import json
 import shutil
 import signal
@@ -18,32 +22,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-import train
-from core.loading import load_policy
-from core.report import curves
-from core.sampler import Sampler
-from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
-from environments import rewarded
 
 collect_ignore = ["openenv_server.py"]  # no doctest is worth the seconds that its import takes
-FAMILIES = {  # supported by both samplers
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+FAMILIES = {  # supported by both samplers; the names of their classes in transformers
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
 }
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
@@ -57,6 +44,17 @@ def pytest_configure():
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number and signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The garbage collector neither runs while modules are imported nor ever looks at these."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup():
@@ -112,8 +110,13 @@ def browser():
 
 def save_small(family, folder, **changes):
     """Saves a model of 2 layers with random weights and biases, and the tokenizer of tiny."""
+    import torch
+    import transformers
+
+    from core.tiny import tiny_tokenizer
+
     tokenizer = tiny_tokenizer()
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = (getattr(transformers, name) for name in FAMILIES[family])
     shape = {
         "vocab_size": -(-len(tokenizer) // 64) * 64, "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2,
@@ -140,12 +143,16 @@ def save_small(family, folder, **changes):
 
 def load_small(folder, **options):
     """`load_policy` on the CPU. Reads the files once, and returns a copy that a test may change."""
+    import torch
+
     torch.manual_seed(options.get("seed", 0))
     return copy.deepcopy(_load_once(str(folder), tuple(sorted(options.items()))))
 
 
 @cache
 def _load_once(folder, options):
+    from core.loading import load_policy
+
     return load_policy(folder, device="cpu", **dict(options))
 
 
@@ -156,40 +163,24 @@ def metrics_of(run):
     return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
 
 
-class AtOnce(Sampler):
-    """A step answers all requests that wait, each with `self.complete(request) -> Completion`."""
-
-    def __init__(self):
-        self.waiting = []
-
-    def add(self, request):
-        self.waiting.append(request)
-
-    def step(self):
-        requests, self.waiting = self.waiting, []
-        return [(request, self.complete(request)) for request in requests]
-
-    def clear(self):
-        self.waiting = []
-
-
-def ids_of(count, generator):
-    return torch.randint(5, 300, (count,), generator=generator).tolist()
-
-
 def rollouts_of(num_groups, size, prompt):
     """Groups whose prompts have `prompt`, `prompt` + 7, .. tokens; every second rollout has a
     second turn."""
-    generator = torch.Generator().manual_seed(0)
-    rollouts = []
+    import torch
+
+    generator, rollouts = torch.Generator().manual_seed(0), []
+
+    def ids_of(count):
+        return torch.randint(5, 300, (count,), generator=generator).tolist()
+
     for group in range(num_groups):
-        opening = ids_of(prompt + 7 * group, generator)
+        opening = ids_of(prompt + 7 * group)
         for member in range(size):
             turns, context = [], opening
             for _ in range(1 + member % 2):
-                completion = ids_of(1 + (5 * member + group) % 12, generator)
+                completion = ids_of(1 + (5 * member + group) % 12)
                 turns.append(Turn(context, completion, [-5.0] * len(completion), "stop"))
-                context = context + completion + ids_of(3, generator)
+                context = context + completion + ids_of(3)
             rollouts.append(Rollout("test", "player", group, group, [], turns))
     return rollouts
 
@@ -213,13 +204,18 @@ def policy(qwen3_folder):
 def command(tmp_path, monkeypatch, capsys):
     """Runs `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr).
 
-    Writes no curves.png, which takes longer than the few small updates of a test. What the test
-    imports from its folder is forgotten afterwards.
+    Writes no curves.png, which takes longer than the few small updates of a test, and does not
+    wait for the disk. What the test imports from its folder is forgotten afterwards.
     """
+    import train
+    from core.report import curves
+    from environments import rewarded
+
     monkeypatch.chdir(tmp_path)
     rewarded.set_sources((), ())  # forgets another test's file of the same relative name
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(curves, "draw_curves", lambda path, records, title: None)
+    monkeypatch.setattr(curves, "draw_curves", lambda *_: None)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
     def run(*args):
         try:

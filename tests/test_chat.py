@@ -63,7 +63,7 @@ def runs(tmp_path_factory, qwen3_folder):
     folder = tmp_path_factory.mktemp("chat")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.ENVIRONMENTS, "two_turns", TwoTurns)
-        patch.setattr(curves, "draw_curves", lambda path, records, title: None)
+        patch.setattr(curves, "draw_curves", lambda *_: None)
         patch.chdir(folder)
         for kind, flags in KINDS.items():
             flags = flags.replace("QWEN3", str(qwen3_folder)).split()

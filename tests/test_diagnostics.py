@@ -185,7 +185,7 @@ class Unrewarded(base.Env):
         return base.Step(None, 0.0, True, {"correct": False})
 
 
-FLAGS = """--env unrewarded --sft-steps 0 --num-updates 6 --num-prompts 2 --group-size 2
+FLAGS = """--env unrewarded --sft-steps 0 --num-updates 4 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --eval-every 0 --save-every 0 --max-tokens 4 --device cpu""".split()
 
 

@@ -1,4 +1,4 @@
-"""ECHO: its loss and gradient against float64 loops, and which tokens it predicts."""
+"""ECHO: its gradient against float64 loops, and which tokens it predicts."""
 
 import random
 
@@ -43,48 +43,43 @@ def draw_rollouts():
     return rollouts, observed
 
 
-def plain_gradient(cfg, old, model):
-    """The gradient of the loss, flat, the loss and the mean cross-entropy: token after token."""
+def plain_gradient(model):
+    """The gradient of the mean cross-entropy of all observations, flat, and this mean."""
     rollouts, observed = draw_rollouts()
-    surrogates, cross_entropies = [], []
+    cross_entropies = []
     for i, rollout in enumerate(rollouts):
-        own, other = (sum(t.reward for t in rollouts[j].turns) for j in (i, i ^ 1))
-        deviation = own - (own + other) / 2  # the other's is its negative
-        advantage = deviation / ((2 * deviation**2) ** 0.5 + 1e-4)
         for k, turn in enumerate(rollout.turns):
-            ids, start = turn.prompt_ids + turn.completion_ids, len(turn.prompt_ids)
-            logits, before = (m(torch.tensor([ids])).logits[0] for m in (model, old))
-            for t, sampler in enumerate(turn.sampler_logprobs, start):
-                rows = (x[t - 1] / cfg.temperature for x in (logits, before))
-                logp, old_logp = (row.log_softmax(-1)[ids[t]] for row in rows)
-                ratio, weight = (logp - old_logp.detach()).exp(), (old_logp - sampler).exp().item()
-                low_or_high = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-                surrogates.append(min(2.0, weight) * low_or_high)
-            end = start - 2  # <|end|><|assistant|> follow the message
+            logprobs = model(torch.tensor([turn.prompt_ids])).logits[0].log_softmax(-1)
+            end = len(turn.prompt_ids) - 2  # <|end|><|assistant|> follow the message
             for t in range(end - observed.get((i, k), 0), end):
-                cross_entropies.append(-logits[t - 1].log_softmax(-1)[ids[t]])
-    echo_loss = sum(cross_entropies) / len(cross_entropies)
-    loss = -sum(surrogates) / len(surrogates) + cfg.options.coef * echo_loss
-    named = sorted(model.named_parameters())
-    parts = torch.autograd.grad(loss, [p for _, p in named])
-    return torch.cat([part.flatten() for part in parts]), loss.item(), echo_loss.item()
+                cross_entropies.append(-logprobs[t - 1, turn.prompt_ids[t]])
+    mean = sum(cross_entropies) / len(cross_entropies)
+    parts = torch.autograd.grad(mean, [p for _, p in sorted(model.named_parameters())])
+    return torch.cat([part.flatten() for part in parts]), mean.item()
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [2048, 20])
-def test_loss_and_gradients_equal_float64_loops(micro_batch_tokens, folder, later, monkeypatch):  # noqa: F811
+def test_its_gradient_is_that_of_grpo_and_of_a_cross_entropy(
+    micro_batch_tokens, folder, later, monkeypatch  # noqa: F811
+):  # fmt: skip
     models = [AutoModelForCausalLM.from_pretrained(folder).double() for _ in range(2)]
     models[1].load_state_dict(later)
     if micro_batch_tokens == 20:
         monkeypatch.setattr(Policy, "logits_chunk", 3)
-    cfg = config.resolve(train.Config(
-        algo="echo", temperature=0.7, num_epochs=2, max_grad_norm=0.0, num_prompts=3, group_size=2,
-        options=echo.Options(coef=0.3),
-    ))  # fmt: skip
-    ours, metrics = gradients(cfg, folder, later, micro_batch_tokens, draw_rollouts()[0])
-    theirs = [plain_gradient(cfg, models[0], model) for model in models]
-    for mine, (wanted, _, _) in zip(ours, theirs, strict=True):
-        assert (mine - wanted).norm() < 2e-5 * wanted.norm()
-    assert [metrics["loss"], metrics["loss/echo"]] == pytest.approx(theirs[1][1:], rel=1e-4)
+    found = []
+    for algo, options in (("echo", echo.Options(coef=0.3)), ("grpo", None)):
+        cfg = config.resolve(train.Config(
+            algo=algo, temperature=0.7, num_epochs=2, max_grad_norm=0.0, num_prompts=3,
+            group_size=2, options=options,
+        ))  # fmt: skip
+        found.append(gradients(cfg, folder, later, micro_batch_tokens, draw_rollouts()[0]))
+    (ours, metrics), (rewards, of_grpo) = found
+    theirs = [plain_gradient(model) for model in models]
+    for mine, reward, (wanted, _) in zip(ours, rewards, theirs, strict=True):
+        assert reward.norm() > 0.01 * mine.norm()
+        assert (mine - reward - 0.3 * wanted).norm() < 2e-5 * mine.norm()
+    assert metrics["loss/echo"] == pytest.approx(theirs[1][1], rel=1e-4)
+    assert metrics["loss"] - of_grpo["loss"] == pytest.approx(0.3 * theirs[1][1], rel=1e-4)
 
 
 def observed_texts(policy, turns):

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from conftest import AtOnce
 
 from core.batching import to_rollout_batch
 from core.episodes import RolloutCollector
-from core.sampler import SamplingParams, TorchSampler
+from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.seeds import derive_seed
 from core.tasks import Task, train_tasks
 from core.types import Completion
@@ -17,6 +16,23 @@ from environments.plumbing.registry import register
 from environments.template import Nim
 
 PARAMS = SamplingParams(max_tokens=4)
+
+
+class AtOnce(Sampler):
+    """A step answers all requests that wait, each with `self.complete(request) -> Completion`."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def add(self, request):
+        self.waiting.append(request)
+
+    def step(self):
+        requests, self.waiting = self.waiting, []
+        return [(request, self.complete(request)) for request in requests]
+
+    def clear(self):
+        self.waiting = []
 
 
 class Scripted(AtOnce):

@@ -33,7 +33,7 @@ def rollouts_of_the_page(policy):
     return rollouts
 
 
-def test_its_gradient_is_that_of_train():
+def test_its_gradient_is_that_of_train_and_what_is_better_becomes_more_likely(capsys):
     ours, theirs = tiny(), tiny()
     one_update.main(ours)
     [gradient], metrics = gradients_of_update(Config(), theirs, rollouts_of_the_page(theirs))
@@ -41,10 +41,6 @@ def test_its_gradient_is_that_of_train():
     assert metrics["gap/logprob_max"] < 1e-4  # the rollouts are those of these weights
     found = torch.cat([p.grad.flatten() for _, p in sorted(ours.model.named_parameters())])
     assert (found - gradient).abs().max() < 1e-5 * gradient.abs().max()
-
-
-def test_it_prints_each_answer_and_the_better_ones_become_more_likely(capsys):
-    one_update.main(tiny())
     printed = capsys.readouterr().out
     assert 'How many r in "drackri"?' in printed and 'How many o in "zoshoon"?' in printed
     lines = [line.strip("│").split("│") for line in printed.splitlines() if line[:1] == "│"]

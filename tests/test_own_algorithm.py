@@ -14,28 +14,26 @@ MINE = README.partition("```python\n")[2].partition("```")[0]
 LAST = "return torch.where(batch.completion_mask, (returns == best).float(), 0.0)"
 WITH_METRIC = """advantages = torch.where(batch.completion_mask, (returns == best).float(), 0.0)
     return {"advantages": advantages, "mine/best": best.mean().item()}"""
-SHORT = """--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4 --eval-every 1
-    --microscope 64""".split()
+SHORT = "--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 2".split()
 
 
 def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
     assert LAST in MINE
     Path("mine.py").write_text(MINE.replace(LAST, WITH_METRIC))
     algo = ["--algo", "mine.py", "--mine.clip-high", "0.28"]
-    code, out, err = command(*SHORT, *algo, "--num-updates", "2", "--run-name", "whole")
+    code, out, err = command(*SHORT, *algo, "--num-updates", "1", "--run-name", "a")
     assert code == 0 and "picoRL · mine · letter_counting" in out and "clip_high=0.28" in out, err
-    last = metrics_of("runs/whole")[-1]
-    assert last["update/steps"] == 1 and 0 <= last["mine/best"] <= 1 and last["grad/norm"] > 0
-    saved = yaml.safe_load(Path("runs/whole/config.yaml").read_text())
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
     assert saved["mine"]["clip_high"] == 0.28 and saved["algo"] == str(Path("mine.py").absolute())
-    page = Path("runs/whole/report.html").read_text(encoding="utf-8")
-    assert '"algo":"mine"' in page
+    assert '"algo":"mine"' in Path("runs/a/report.html").read_text(encoding="utf-8")
 
-    assert command(*SHORT, *algo, "--num-updates", "1", "--run-name", "parts")[0] == 0
     Path("mine.py").unlink()  # the run has a copy
-    assert command("--resume", "runs/parts", "--num-updates", "2")[0] == 0
-    assert metrics_of("runs/parts")[1:] == metrics_of("runs/whole")[1:]
-    code, _, err = command("--resume", "runs/parts", "--mine.clip-high", "0.3")
+    assert command("--resume", "runs/a", "--num-updates", "2")[0] == 0
+    _, *updates = metrics_of("runs/a")
+    for record in updates:
+        assert record["update/steps"] == 1 and record["grad/norm"] > 0
+        assert 0 <= record["mine/best"] <= 1
+    code, _, err = command("--resume", "runs/a", "--mine.clip-high", "0.3")
     assert code == 2 and "mine.clip_high is 0.28 in this run, not 0.3" in err
 
 

@@ -1,6 +1,7 @@
 """The layout: imports point one way, and form no circle of files or of folders."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,10 @@ def below(name):
     return found
 
 
+@cache
 def imports_of(module):
     """The modules of ours that a module imports, in functions and for type checkers too."""
+    found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -59,7 +62,8 @@ def imports_of(module):
             names = [name if name in MODULES else node.module for name in inner]
         else:
             continue
-        yield from (name for name in names if name in MODULES or name in ("train", "scratch"))
+        found |= {name for name in names if name in MODULES or name in ("train", "scratch")}
+    return found
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -69,7 +73,7 @@ def test_imports_point_down(module):
 
 
 def test_no_circle_of_imports():
-    graph = {module: set(imports_of(module)) & MODULES.keys() for module in MODULES}
+    graph = {module: imports_of(module) & MODULES.keys() for module in MODULES}
     done: set[str] = set()
 
     def visit(module, path):

@@ -1,29 +1,20 @@
-"""Which rollouts are trained on: filtering by the spread of returns, and the best so far."""
+"""Which rollouts are trained on: filtering by the spread of returns."""
 
 import pytest
 
 from core.config import Config
 from core.faults import UsageError
 from core.metrics import rollout_metrics
-from core.selection import (
-    check_reward_parts,
-    groups_with_spread,
-    with_spread,
-)
+from core.selection import check_reward_parts, groups_with_spread, with_spread
 from core.types import Rollout, Turn
 
 
-def rollout(reward, seed=0, group=0, agent="player", env="e"):
-    turn = Turn([1, 2], [5, 6], [-0.5, -0.25], "stop", reward)
-    return Rollout(env, agent, seed, group, [{"role": "user", "content": "?"}], [turn])
-
-
-def played(*rewards, tokens=2, group=0):
+def played(*rewards, tokens=2, group=0, agent="player", env="e"):
     """A rollout with a turn for each reward; all but the last turn have one token."""
     lengths = [1] * (len(rewards) - 1) + [tokens]
     turns = [Turn([k], [5] * n, [-0.5] * n, "stop", float(r))
              for k, (r, n) in enumerate(zip(rewards, lengths, strict=True))]  # fmt: skip
-    return Rollout("e", "player", 0, group, [], turns)
+    return Rollout(env, agent, 0, group, [], turns)
 
 
 @pytest.mark.parametrize(
@@ -33,11 +24,8 @@ def played(*rewards, tokens=2, group=0):
         ({}, [played(0, 1), played(1, 0)], False),
         ({"gamma": 0.9}, [played(0, 1), played(1, 0)], True),  # 0.9 and 1
         ({"credit": "turn"}, [played(0, 1), played(1, 0)], True),  # turn 1: 1 and 0
-        (
-            {"credit": "turn", "gamma": 0.9},
-            [played(1, 0.1, 1) for _ in "1234567"],
-            False,
-        ),  # but for rounding
+        # equal but for rounding
+        ({"credit": "turn", "gamma": 0.9}, [played(1, 0.1, 1) for _ in range(7)], False),
         ({"overlong_buffer": 4, "max_tokens": 8}, [played(1), played(1, tokens=8)], True),
         ({}, [played(0.1, 0.2), played(0.3, 0)], False),  # not the same numbers in float32
         ({}, [played(1, 1e-6), played(1, 0)], True),
@@ -57,7 +45,7 @@ def test_the_spread_is_that_of_the_returns_that_advantages_compare(settings, rol
     [([(1, 0), (0, 1)], True), ([(1, 0), (1, None)], False), ([(1, 0), (1, 0)], False)],
 )
 def test_with_gdpo_the_spread_is_that_of_each_reward(parts, differ):
-    rollouts = [rollout(1.0), rollout(1.0)]  # the same return
+    rollouts = [played(1.0), played(1.0)]  # the same return
     for one, (right, brief) in zip(rollouts, parts, strict=True):
         one.info = {"reward_right": right, "reward_brief": brief}
     assert groups_with_spread(Config(algo="gdpo"), rollouts) == ({0} if differ else set())
@@ -65,17 +53,17 @@ def test_with_gdpo_the_spread_is_that_of_each_reward(parts, differ):
 
 
 def test_gdpo_refuses_an_environment_that_reports_no_reward_by_name():
-    silent, speaks = rollout(1.0), rollout(1.0, env="f")
+    silent, speaks = played(1.0), played(1.0, env="f")
     speaks.info = {"reward_right": True}
-    check_reward_parts(Config(algo="gdpo"), [speaks, rollout(0.0, env="f")])
+    check_reward_parts(Config(algo="gdpo"), [speaks, played(0.0, env="f")])
     check_reward_parts(Config(algo="grpo"), [silent])
     with pytest.raises(UsageError, match="--algo gdpo: e reports no info"):
         check_reward_parts(Config(algo="gdpo"), [speaks, silent])
 
 
 def test_in_self_play_a_task_is_kept_if_the_returns_of_one_agent_differ():
-    x = [rollout(1.0, agent="X", group=0), rollout(1.0, agent="X", group=0)]
-    o = [rollout(0.0, agent="O", group=1), rollout(-1.0, agent="O", group=1)]
+    x = [played(1.0, agent="X", group=0), played(1.0, agent="X", group=0)]
+    o = [played(0.0, agent="O", group=1), played(-1.0, agent="O", group=1)]
     # X and O have different returns, but each agent is compared with itself
     assert len(with_spread(Config(), [x[0], o[0], x[1], o[1]])) == 4
-    assert with_spread(Config(), [x[0], o[0], x[1], rollout(0.0, agent="O", group=1)]) == []
+    assert with_spread(Config(), [x[0], o[0], x[1], played(0.0, agent="O", group=1)]) == []

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import pytest
-from conftest import AtOnce
 from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, byte_tokenizer, opens
+from test_episodes import AtOnce
 
 from core.chat_template import clean_message, prompt_ids, with_system
 from core.episodes import RolloutCollector

@@ -137,10 +137,10 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
 
 
 def test_a_resumed_run_has_all_its_state(command, monkeypatch, pays):
-    """The value head, the reference and the level of the tasks."""
+    """The value head, the reference, the level of the tasks and the older weights that sample."""
     pays(lambda answer, number: float(len(answer)))
     flags = """--env task --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1
-        --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8""".split()
+        --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8 --staleness 1""".split()
     assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
     with monkeypatch.context() as patch:
         raise_in(patch, "UpdateStats", signal.SIGINT)
@@ -214,25 +214,20 @@ def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(
     assert all(torch.isfinite(weight).all() for weight in weights)
 
 
-def test_an_update_whose_groups_all_have_equal_returns_takes_no_step(command, pays):
+def test_groups_of_equal_returns_are_no_step_and_the_curriculum_leaves_evaluation(command, pays):
+    """Any answer is right and earns 1, so the tasks of training get harder."""
     pays(lambda *_: 1.0)
-    flags = [*SMALL, "--sft-steps", "0", "--env", "task", "--num-updates", "1"]
-    code, out, _ = command("--run-name", "a", *flags, "--filter-groups", "2")
+    flags = """--sft-steps 0 --env task:level=3 --num-updates 3 --num-prompts 2 --group-size 2
+        --max-tokens 6 --filter-groups 2 --curriculum 0.9""".split()
+    code, out, _ = command("--run-name", "a", *SMALL, *flags)
     assert code == 0 and "update 1: no gradient step: " in out
-    record = metrics_of("runs/a")[-1]
-    assert (record["update/steps"], record["update/skipped"], record["tokens/trained"]) == (0, 1, 0)
-    assert record["groups/zero_std_fraction"] == 1 and "loss" not in record
-    rollouts = Path("runs/a/rollouts.jsonl").read_text().splitlines()
-    assert sum(json.loads(x)["kind"] == "train" for x in rollouts) == 3 * 12  # three rounds
-
-
-def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, pays):
-    pays(lambda *_: 1.0)
-    flags = [*SMALL, "--sft-steps", "0", "--env", "task:level=3", "--num-updates", "3"]
-    flags += ["--num-prompts", "2", "--group-size", "2", "--max-tokens", "6"]
-    assert command("--run-name", "a", *flags, "--curriculum", "0.9")[0] == 0
-    assert [r["groups/level"] for r in metrics_of("runs/a")[1:]] == [0, 1, 1]  # 4: the top
+    updates = metrics_of("runs/a")[1:]
+    assert [r["groups/level"] for r in updates] == [0, 1, 1]  # 4: the top
+    for r in updates:
+        assert (r["update/steps"], r["update/skipped"], r["tokens/trained"]) == (0, 1, 0)
+        assert r["groups/zero_std_fraction"] == 1 and "loss" not in r
     rollouts = [json.loads(x) for x in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
+    assert sum(r["kind"] == "train" for r in rollouts) == 3 * 3 * 4  # three rounds
     envs = {(r["kind"], r["update"]): r["env"] for r in rollouts}
     assert {e for (kind, _), e in envs.items() if kind == "eval"} == {"task:level=3"}
     assert [envs["train", u][-1] for u in (1, 2, 3)] == ["3", "4", "4"]
