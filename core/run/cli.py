@@ -46,10 +46,9 @@ HELP = "python train.py --help has all"
 def parse(args: list[str]) -> Config:
     """The settings that `args` ask for. Raises UsageError for what tyro does not check.
 
-    Two passes: the first leaves out the options of the algorithm, whose import takes seconds. The
-    second adds these, what a file has, and --help.
+    Two passes: the first leaves out the options of the algorithm, whose import takes seconds.
     """
-    flags, others = _check_words(args)
+    flags = _check_words(args)
     if flags.config and flags.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
     is_restart = "TORCHELASTIC_RUN_ID" in os.environ
@@ -61,10 +60,7 @@ def parse(args: list[str]) -> Config:
     settings = read_settings(file) if file else {"algo": flags.algo}
     say_loading()
     saved = as_config(settings, file, given, flags.trust)
-    if file or others or not {"-h", "--help"}.isdisjoint(args):
-        cfg, _ = _parse_flags(args, saved)
-    else:
-        cfg = replace(flags, options=saved.options)
+    cfg, _ = _parse_flags(args, saved)
     if file and flags.resume:
         cfg = replace(cfg, resume=str(file.parent))
         _check_changes(cfg, file.parent)
@@ -94,9 +90,8 @@ def flags_of(cfg: Config, *always: str) -> list[str]:
     return words
 
 
-def _check_words(args: list[str]) -> tuple[Config, list[str]]:
-    """The settings of the flags but for those of the algorithm, by the rules of tyro, and the words
-    that are left.
+def _check_words(args: list[str]) -> Config:
+    """The settings of the flags but for those of the algorithm, by the rules of tyro.
 
     Raises UsageError for a word that is no flag and no value of one, and for a --model-id that is
     no folder and nearly the name of a model that comes with picoRL.
@@ -122,7 +117,7 @@ def _check_words(args: list[str]) -> tuple[Config, list[str]]:
     if near and "/" not in model:
         raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {near}, "
                          "or the name of a model of the Hub with its owner")  # fmt: skip
-    return flags, others
+    return flags
 
 
 def find_run(given: str) -> Path | None:
