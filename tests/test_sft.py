@@ -1,0 +1,14 @@
+"""The warm start: its loss by hand, and its schedule."""
+
+import torch
+
+from algorithms.sft import compute_loss
+
+
+def test_loss_is_minus_the_sum_of_demonstrated_logprobs_over_the_denominator():
+    logprobs = torch.tensor([[-1.0, float("nan")], [-4.0, -8.0]], requires_grad=True)
+    mask = torch.tensor([[True, False], [True, True]])
+    loss, metrics = compute_loss(logprobs, mask, 4)
+    loss.backward()
+    assert loss.item() == 13 / 4 and metrics == {}
+    assert logprobs.grad.tolist() == [[-0.25, 0], [-0.25, -0.25]]  # descent raises them
