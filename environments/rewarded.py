@@ -82,7 +82,6 @@ class Rewarded(Env):
     FILE.py:name or module:name; `weights`: of the functions, by default 1."""
 
     main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
-    # (False in an instance whose functions are all async: these run in the event loop's thread)
 
     def __init__(
         self,
@@ -107,7 +106,6 @@ class Rewarded(Env):
                 raise UsageError(f"reward: {name} is no function, or given twice")
         weights = weights or (1.0,) * len(names)
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
-        self.main_thread = not all(map(inspect.iscoroutinefunction, functions))
         self.prompt = prompt
         self.train, self.test, self.columns = load(data, prompt, config, split)
 
@@ -222,7 +220,8 @@ def import_functions(reward: Iterable[str]) -> list[Callable[..., Any]]:
 
 
 def needs_main_thread(spec: EnvSpec) -> bool:
-    """Whether the main thread has to call an environment: async reward functions need it not."""
+    """Whether the main thread has to call an environment; not if its functions are all async, as
+    these run in the event loop's thread."""
     if spec.name == "rewarded":
         return not all(map(inspect.iscoroutinefunction, import_functions(spec.values["reward"])))
     return bool(spec.declares("main_thread"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from test_sampler import check_first_tokens, trainer_gap
 
 import train
-from core import canary
+from core import canary, distributed
 from core.config import is_installed
 from core.extras import server_sampler, weight_transfer
 from core.extras.server_sampler import SAMPLE, ServerSampler
@@ -346,7 +346,7 @@ def test_a_restarted_server_gets_all_weights_over_a_new_connection(start_full, s
     assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
     assert server.weight_version == sampler.name
     inits = asked(server, "/init_weight_transfer_engine")
-    assert len(inits) == before + 1
+    assert len(inits) == len(asked(server, "/shutdown_weight_transfer_engine")) == before + 1
     group = inits[-1]["init_info"]
     assert (group["master_address"], group["rank_offset"], group["world_size"]) == (
         "127.0.0.1", 1, 2)  # fmt: skip
@@ -385,9 +385,24 @@ def test_a_server_that_takes_no_weights_is_refused(start_full, servers, path, an
         start_full()
 
 
-def test_all_weights_are_sent_from_a_gpu(start, servers):
+def test_a_server_that_keeps_its_weights_is_refused(start_full, servers):
+    def ignore(path, body):
+        if path == "/update_weights":
+            weight_file.read(servers[1].weights_file)
+            return 200, {}
+
+    servers[1].instead = ignore
+    with pytest.raises(UsageError, match=f"^--base-url {servers[1].url}: .* another model"):
+        start_full()
+
+
+@pytest.mark.parametrize("device, ranks", [("cpu", 1), ("cuda", 2)])
+def test_all_weights_are_sent_from_one_process_on_a_gpu(monkeypatch, device, ranks):
+    monkeypatch.setattr(distributed, "num_ranks", lambda: ranks)
     with pytest.raises(UsageError, match="from one process on a GPU: add --lora-rank"):
-        start(lora_rank=0)
+        weight_transfer.check(SimpleNamespace(device=torch.device(device)))
+    monkeypatch.setattr(distributed, "num_ranks", lambda: 1)
+    weight_transfer.check(SimpleNamespace(device=torch.device("cuda")))
 
 
 REFUSED = [
