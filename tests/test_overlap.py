@@ -26,6 +26,8 @@ CASES = {
 JUDGES = """
 import asyncio, threading
 
+from environments import Env, Step
+
 async def judge(completions, **columns):
     assert threading.current_thread() is not threading.main_thread()
     await asyncio.sleep(0)
@@ -33,6 +35,15 @@ async def judge(completions, **columns):
 
 def alone(completions, **columns):
     return [0.0] * len(completions)
+
+class Alarms(Env):
+    main_thread = True
+
+    def reset(self, seed):
+        return [{"role": "user", "content": str(seed)}]
+
+    def step(self, response):
+        return Step(None, 0.0, True)
 """
 FAILS = """
 import os
@@ -130,6 +141,7 @@ def test_the_copy_has_trained_weights_of_its_own_and_shares_the_others(policy):
             "--env 'rewarded:data=a.jsonl,reward=judges.py:judge judges.py:alone'",
             "is called in the main thread",
         ),
+        ("--env judges.py:Alarms", "is called in the main thread"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(command, flags, said):

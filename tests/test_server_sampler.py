@@ -232,6 +232,8 @@ def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(start,
         assert [*server.adapters] == [sampler.name]
         bodies = asked(server)[1:]  # without the one that compares the models
         assert [body["model"] for body in bodies] == [old] * 4 + [sampler.name] * 4
+        for body in bodies:
+            assert body["sampling_params"]["stop_token_ids"] == sampler.policy.stop_ids != []
     seeds = [body["sampling_params"]["seed"] for server in servers for body in asked(server)[1:]]
     assert Counter(seeds) == Counter([derive_seed(5, i) % 2**31 for i in range(8)] * 2)
     assert "2 vLLM server(s), 0.32.0" in sampler.remark
