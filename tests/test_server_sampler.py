@@ -374,6 +374,15 @@ def test_a_server_that_fails_while_weights_are_sent_is_lost_and_tried_again(star
     assert one.weight_version == sampler.name
 
 
+def test_the_connection_to_a_lost_server_is_left_alone_at_the_end(start_full, monkeypatch):
+    closed = []
+    monkeypatch.setattr(weight_transfer.WeightTransfer, "close", lambda one: closed.append(one))
+    sampler = start_full()
+    sampler.servers[0].lost = "it is gone"  # NCCL would wait for its answer
+    sampler.close()
+    assert closed == [sampler.servers[1].transfer]
+
+
 @pytest.mark.parametrize(
     "path, answer",
     [

@@ -39,7 +39,6 @@ import torch
 from core import canary, distributed
 from core.config import server_urls
 from core.extras import weight_transfer
-from core.extras.weight_transfer import WeightTransfer
 from core.faults import NoServer, UsageError
 from core.nanollm import MAX_GAP, PROBE_NOISE
 from core.policy import Policy
@@ -81,7 +80,9 @@ class Server:
     check_at: float = 0.0  # when to look at it again
     gap: float = 0.0  # |log-prob here - log-prob of the server|, mean, nats
     release: str = ""  # its version of vLLM
-    transfer: WeightTransfer | None = None  # the connection for all weights, once there is one
+    transfer: weight_transfer.WeightTransfer | None = (
+        None  # the connection for all weights, once there is one
+    )
 
 
 @dataclass(eq=False)
@@ -193,11 +194,12 @@ class ServerSampler(Sampler):
         """Ends all calls; the servers and the folder forget the adapters."""
         self.clear()
         self.threads.close()
-        for server in self.servers if distributed.rank() == 0 else []:
+        well = [server for server in self.servers if not server.lost]  # NCCL would wait for others
+        for server in well if distributed.rank() == 0 else []:
             with suppress(Lost, UsageError):
                 if server.transfer:
                     server.transfer.close()
-                elif not server.lost:
+                else:
                     self._ask(server.url, UNLOAD, {"lora_name": server.name}, timeout=2.0)
         self.client.close()
         for version in (self.version - 1, self.version):
@@ -340,14 +342,14 @@ class ServerSampler(Sampler):
             f"than {str(policy.dtype).removeprefix('torch.')}"
         )
 
-    def _connect(self, url: str) -> WeightTransfer:
+    def _connect(self, url: str) -> weight_transfer.WeightTransfer:
         """A connection that sends all weights to a server."""
 
         def post(path: str, body: dict[str, Any]) -> None:
             self._ask(url, path, body, self.limit)
 
         workers = self._ask(url, "/get_world_size").json()["world_size"]
-        return WeightTransfer(self.policy.causal_lm, url, workers, post)
+        return weight_transfer.WeightTransfer(self.policy.causal_lm, url, workers, post)
 
     def _send(self, request: Request, free: list[Server]) -> None:
         """Sends a request to the server that had its prompt, or has the fewest requests."""
