@@ -147,7 +147,11 @@ def start(servers, qwen3_folder, tmp_path):
 
 @pytest.fixture
 def file_for_nccl(monkeypatch, tmp_path):
-    """Weights go through a file. What calls for them is vLLM's, or a stub of it."""
+    """Weights go through a file. What calls for them is vLLM's, or a stub of it.
+
+    Returns what stands for the group of NCCL.
+    """
+    nccl = SimpleNamespace(disabled=False, destroy=lambda: None)
     monkeypatch.setattr(weight_transfer, "check", lambda policy: None)
 
     def write(engine, source, meta):
@@ -157,14 +161,15 @@ def file_for_nccl(monkeypatch, tmp_path):
     if is_installed("vllm"):
         from vllm.distributed.weight_transfer import nccl_engine
 
-        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda group: None)
+        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda group: nccl)
         monkeypatch.setattr(nccl_engine.NCCLTrainerWeightTransferEngine, "_broadcast", write)
-        return
+        return nccl
 
     @dataclass
     class Engine:
         client: weight_transfer.WeightTransfer
         source: dict
+        model_update_group = nccl
 
         @classmethod
         def trainer_init(cls, group, *, client, source):
@@ -190,6 +195,7 @@ def file_for_nccl(monkeypatch, tmp_path):
     for module in (ModuleType("vllm"), ModuleType("vllm.distributed"), ModuleType(package),
                    base, engine):  # fmt: skip
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    return nccl
 
 
 @pytest.fixture
@@ -393,6 +399,12 @@ def test_the_connection_to_a_lost_server_is_left_alone_at_the_end(start_full, mo
 def test_a_server_that_takes_no_weights_is_refused(start_full, servers, path, answer):
     servers[1].instead = lambda asked_for, body: answer if asked_for == path else None
     with pytest.raises(UsageError, match=f"^--base-url {servers[1].url}: it takes no weights"):
+        start_full()
+
+
+def test_nccl_that_vllm_cannot_use_is_refused(start_full, file_for_nccl):
+    file_for_nccl.disabled = True
+    with pytest.raises(UsageError, match="vLLM cannot use NCCL here"):
         start_full()
 
 

@@ -2,7 +2,8 @@
 
 The trainer is rank 0 of a group with the server's workers. Each server has a group of its own, so
 that one which is restarted disturbs no other. Written against vLLM 0.32. The tests run it with
-vLLM's servers on CPUs, where a file takes the place of NCCL; it has not run on GPUs.
+vLLM's servers on CPUs, where a file takes the place of NCCL. On a GPU it has run up to NCCL, which
+vLLM could not use there (2.28, of torch 2.11).
 """
 
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 from torch import nn
 
 from core import distributed
@@ -45,6 +47,9 @@ class WeightTransfer:
         self.engine = NCCLTrainerWeightTransferEngine.trainer_init(
             group, client=self, source=ModuleSource(model)
         )
+        if self.engine.model_update_group.disabled:  # vLLM would send nothing, without an error
+            raise UsageError("vLLM cannot use NCCL here, so it sends no weights: install the torch"
+                             " that it asks for, on the servers too, or add --lora-rank")  # fmt: skip
 
     def send(self, version: str) -> None:
         """Gives the server the present weights and calls them `version`.
@@ -53,6 +58,8 @@ class WeightTransfer:
         """
         self.version = version
         self.post("/pause?mode=abort", {})
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # vLLM reads them in streams of its own
         self.engine.send_weights()
         self.post("/resume", {})
 
