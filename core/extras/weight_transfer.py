@@ -48,8 +48,8 @@ class WeightTransfer:
             group, client=self, source=ModuleSource(model)
         )
         if self.engine.model_update_group.disabled:  # vLLM would send nothing, without an error
-            raise UsageError("vLLM cannot use NCCL here, so it sends no weights: install the torch"
-                             " that it asks for, on the servers too, or add --lora-rank")  # fmt: skip
+            raise UsageError("vLLM cannot use NCCL here, so it sends no weights: install the torch "
+                             "that it needs, on the servers, too, or add --lora-rank")  # fmt: skip
 
     def send(self, version: str) -> None:
         """Gives the server the present weights and calls them `version`.
