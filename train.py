@@ -104,9 +104,9 @@ def main(cfg: Config) -> int:
             #    `rollouts` are those to train on. With --staleness, an earlier update's weights
             #    sample; with --overlap, a thread did so while the last update trained
             with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
-                sampled, rollouts = run.ahead.take(run) or collect_rollouts(cfg, run, update)
+                sampled, rollouts = run.take_ahead() or collect_rollouts(cfg, run, update)
             if cfg.overlap and update < cfg.num_updates:  # in a thread, while this update trains
-                run.ahead.start(run, partial(collect_rollouts, cfg, update=update + 1))
+                run.play_ahead(partial(collect_rollouts, cfg, update=update + 1))
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 
             # 2. The policy scores the sampled tokens: π_old, and PPO's values. The default, GRPO

@@ -158,7 +158,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         _open_display(cfg, algorithm, policy, quiet) as display,
         Writer(display) as writer,
         closing(_make_collector(cfg, policy, opponents, display.say)) as collector,
-        closing(Ahead()) as ahead,
+        closing(Ahead(interrupt)) as ahead,
     ):
         sampler.say = interrupt.say = display.say
         lines = [*found.remarks, notes.get("damaged_log", ""), changed]
@@ -173,8 +173,8 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         yield Run(
             cfg, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
-            Outputs(cfg, folder, log, writer, display), display, interrupt, progress,
-            [diagnostics.warning_inputs(record) for record in records], older, ahead, notes,
+            Outputs(cfg, folder, log, writer, display), display, interrupt, ahead, progress,
+            [diagnostics.warning_inputs(record) for record in records], older, notes,
             {f"time/start_{name}_s": value for name, value in seconds.items()},
         )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """A run, as the loop of train.py sees it: its state, and what happens between two updates."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,11 +17,11 @@ from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.run import diagnostics
 from core.run import log as run_log
-from core.run.ahead import Ahead
+from core.run.ahead import Ahead, Collected
 from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
-from core.sampler import Sampler
+from core.sampler import Sampler, TorchSampler
 from core.selection import drop_failed
 from core.types import Rollout
 from environments import rewarded
@@ -40,14 +41,15 @@ class Run:
     evaluator: Evaluator
     outputs: Outputs
     display: Display
-    interrupt: Interrupt
+    interrupt: Interrupt | Ahead  # Ahead: the thread of --overlap sees this run
+    ahead: Ahead
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
-    ahead: Ahead = field(default_factory=Ahead)  # of --overlap
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
     canary: tuple[dict[str, float], dict[str, Any]] = ({}, {})  # of this update: see `compare`
+    seen_ahead: "Run | None" = None  # what the thread of --overlap sees as the run
     stopped: bool = False  # ended before the last update
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
@@ -88,6 +90,32 @@ class Run:
         """Measures whether the sampler has the policy's weights; see core/canary.py."""
         before = self.progress.get("canary", {})
         self.canary = canary.compare(self.policy, self.sampler, before)
+
+    def play_ahead(self, collect: Callable[..., Collected]) -> None:
+        """Lets a thread collect the next update's rollouts with the present weights."""
+        weights = self.older[-1]  # they joined it in this update
+        policy = self.ahead.policy_with(weights, self.policy)
+        sampler = self.sampler
+        if isinstance(sampler, TorchSampler):
+            sampler = TorchSampler(policy, sampler.draw_function)
+            sampler.say = self.say
+        rewarded.STATE.global_step = self.next_update  # updates complete when the next begins
+        progress = {**self.progress, "canary": self.canary[1]}  # as the update before leaves it
+        self.seen_ahead = replace(
+            self, policy=policy, sampler=sampler, progress=progress, interrupt=self.ahead,
+            seen_ahead=None,
+        )  # fmt: skip
+        self.ahead.start(partial(collect, run=self.seen_ahead))
+
+    def take_ahead(self) -> Collected | None:
+        """What the thread has collected, or None if none was started. Raises what it raised."""
+        try:
+            collected = self.ahead.take()
+        except UsageError as error:
+            raise self.after_saving(error) from None
+        if collected and self.seen_ahead:
+            self.canary, self.sampled_at = self.seen_ahead.canary, perf_counter()
+        return collected
 
     def finish_update(
         self, update: int, sampled: list[Rollout], metrics: dict[str, Any], next_level: int
@@ -161,7 +189,7 @@ class Run:
         try:
             return drop_failed(rollouts, self.say)
         except UsageError as error:
-            if self.next_update == 0 or self.ahead.plays_in(self):  # then `Ahead.take` saves
+            if self.next_update == 0 or self.interrupt is self.ahead:  # then `take_ahead` saves
                 raise
             raise self.after_saving(error) from None
 

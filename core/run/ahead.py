@@ -9,27 +9,22 @@ The thread has a copy of the policy: with LoRA of its adapters, else of all weig
 import threading
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
-from time import perf_counter
-from typing import Any
 
-from core.faults import Stopped, UsageError
+from core.faults import Stopped
 from core.policy import Policy
-from core.run.staleness import copy_weights
-from core.sampler import TorchSampler
+from core.run.interrupt import Interrupt
+from core.run.staleness import Weights, copy_weights
 from core.types import Rollout
-from environments import rewarded
 
 Collected = tuple[list[Rollout], list[Rollout]]  # as `collect_rollouts` of train.py returns them
 
 
 class Ahead:
-    """The rollouts of the next update, while a thread plays them."""
+    """The thread, and the rollouts that it has collected."""
 
-    def __init__(self) -> None:
-        self.policy: Policy | None = None  # a copy, once it is needed
-        self.run: Any = None  # what the thread sees as the run
-        self.interrupt: Any = None  # of the run
+    def __init__(self, interrupt: Interrupt) -> None:
+        self.interrupt = interrupt  # of the run
+        self.policy: Policy | None = None  # the copy, once it is needed
         self.thread: threading.Thread | None = None
         self.collected: Collected | None = None
         self.error: BaseException | None = None
@@ -40,26 +35,19 @@ class Ahead:
         """Whether `take` will return rollouts."""
         return self.thread is not None
 
-    def start(self, run: Any, collect: Callable[..., Collected]) -> None:
-        """Begins to collect the next update's rollouts with the weights that the policy has now."""
+    def policy_with(self, weights: Weights, policy: Policy) -> Policy:
+        """The copy of `policy`, with these trainable weights."""
         if self.policy is None:
-            self.policy = copy_of(run.policy)
-        copy_weights(run.older[-1], self.policy.trainable())  # they joined it in this update
-        sampler = run.sampler
-        if isinstance(sampler, TorchSampler):
-            sampler = TorchSampler(self.policy, sampler.draw_function)
-            sampler.say = run.say
-        rewarded.STATE.global_step = run.next_update  # updates complete when the next begins
-        progress = {**run.progress, "canary": run.canary[1]}  # as the update before leaves it
-        # `self` takes the place of the Interrupt: see check_alone
-        self.run = replace(
-            run, policy=self.policy, sampler=sampler, progress=progress, interrupt=self
-        )
-        self.interrupt = run.interrupt
+            self.policy = copy_of(policy)
+        copy_weights(weights, self.policy.trainable())
+        return self.policy
+
+    def start(self, collect: Callable[[], Collected]) -> None:
+        """Calls `collect` in the thread."""
 
         def play() -> None:
             try:
-                self.collected = collect(run=self.run)
+                self.collected = collect()
             except BaseException as error:
                 self.error = error
 
@@ -71,28 +59,23 @@ class Ahead:
         if self.thread is not None:
             self.thread.join()
 
-    def take(self, run: Any) -> Collected | None:
-        """What `start` has collected, or None. Raises what the thread raised."""
+    def take(self) -> Collected | None:
+        """What the thread has collected, or None if none was started. Raises what it raised."""
         if self.thread is None:
             return None
         self.wait()
         self.thread = None
         error, self.error = self.error, None
-        if isinstance(error, UsageError):
-            raise run.after_saving(error)
         if error is not None:
             raise error
-        run.canary, run.sampled_at = self.run.canary, perf_counter()
         return self.collected
 
-    def check_alone(self) -> None:
-        """Ends the thread, in the place of `Interrupt.check_alone`, if the run ends."""
+    def check(self) -> None:
+        """Raises Stopped in the thread, if the run ends."""
         if self.closed or self.interrupt.requested:
             raise Stopped
 
-    def plays_in(self, run: Any) -> bool:
-        """Whether `run` is what the thread sees, which must not save: the weights are changing."""
-        return run is self.run
+    check_alone = check  # as an Interrupt has it
 
     def close(self) -> None:
         self.closed = True
