@@ -80,9 +80,7 @@ class Server:
     check_at: float = 0.0  # when to look at it again
     gap: float = 0.0  # |log-prob here - log-prob of the server|, mean, nats
     release: str = ""  # its version of vLLM
-    transfer: weight_transfer.WeightTransfer | None = (
-        None  # the connection for all weights, once there is one
-    )
+    transfer: weight_transfer.WeightTransfer | None = None  # the connection for all weights
 
 
 @dataclass(eq=False)
