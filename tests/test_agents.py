@@ -503,6 +503,24 @@ def run(task, client):
         assert first != second and max(len(first), len(second)) <= rollout.info["most"]
 
 
+def test_what_a_program_raises_once_it_may_ask_no_more_is_the_policys_doing(policy, write):
+    spec = write(
+        """
+def run(task, client):
+    messages = [{"role": "user", "content": "?"}]
+    try:
+        while True:
+            client.chat.completions.create(model="m", messages=messages)
+    except Exception:
+        raise ConnectionError("a failed server, if nothing had been refused")
+""",
+        error_reward=-2,
+    )
+    [rollout] = collect(policy, spec, 1, max_turns=2)
+    assert (len(rollout.turns), rollout.error, rollout.episode_truncated) == (2, "", True)
+    assert (rollout.episode_return, rollout.info["agent_error"]) == (-2.0, 1)
+
+
 def test_a_prompt_needs_room_for_a_token(policy, write):
     spec = write(ONE_REQUEST)
     [rollout] = collect(policy, spec, 1)
