@@ -11,6 +11,7 @@ from conftest import metrics_of
 import train
 from core import distributed
 from core.run.ahead import copy_of
+from core.run.log import read_records
 
 SMALL = """--num-updates 4 --num-prompts 2 --group-size 4 --eval-num-tasks 8 --eval-every 2
     --save-every 1 --max-tokens 16 --lr 1e-3 --device cpu""".split()
@@ -28,10 +29,10 @@ import asyncio, threading
 
 from environments import Env, Step
 
-async def judge(completions, **columns):
+async def judge(completions, trainer_state, **columns):
     assert threading.current_thread() is not threading.main_thread()
     await asyncio.sleep(0)
-    return [len(text) % 3 / 2 for text in completions]
+    return [(len(text) + trainer_state.global_step) % 3 / 2 for text in completions]
 
 def alone(completions, **columns):
     return [0.0] * len(completions)
@@ -88,6 +89,8 @@ def test_it_has_the_metrics_and_rollouts_of_staleness_1(command, threads, case):
     assert metrics_of("runs/a") == metrics_of("runs/b")
     one, other = (Path(f"runs/{name}/rollouts.jsonl").read_text() for name in "ab")
     assert one == other
+    records = read_records(Path("runs/b/metrics.jsonl"))
+    assert all(record["time/rollout_s"] >= 0 for record in records[1:])  # is_sampling reads it, too
 
 
 def test_ctrl_c_in_an_update_saves_and_the_resumed_run_goes_on_exactly(command, monkeypatch):
@@ -113,7 +116,7 @@ def test_where_the_next_episodes_fail_the_update_is_saved_first(command):
     flags = ["--env", "fails.py:Fails", "--eval-num-tasks", 0, "--save-every", 0]
     code, _, err = command(*SMALL, *flags, "--overlap", "--run-name", "a")
     assert code == 2 and "8 of 8 episodes failed" in err
-    assert "resume with: python train.py --resume runs/a" in err
+    assert err.count("resume with: python train.py --resume runs/a") == 1
     assert metrics_of("runs/a")[-1]["update"] == 2
     Path("repaired").touch()
     assert command("--resume", "runs/a")[0] == 0
