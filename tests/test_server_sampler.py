@@ -380,6 +380,25 @@ def test_a_server_that_fails_while_weights_are_sent_is_lost_and_tried_again(star
     assert one.weight_version == sampler.name
 
 
+def test_a_server_that_leaves_nccl_waiting_is_lost_for_now(start_full, servers, monkeypatch):
+    closed, waited, send = [], [], weight_transfer.within
+    monkeypatch.setattr(weight_transfer.WeightTransfer, "close", lambda one: closed.append(one))
+    sampler = start_full(1)
+    first = sampler.servers[0].transfer
+
+    def never(seconds, call):  # the server is gone in the middle: the call does not return
+        monkeypatch.setattr(weight_transfer, "within", send)
+        waited.append(seconds)
+        return send(0.01, threading.Event().wait)
+
+    monkeypatch.setattr(weight_transfer, "within", never)
+    learn(sampler.policy, 0.05)
+    sampler.sync()
+    assert "weights by NCCL: the server did not answer within 0.01 s" in sampler.lines[0]
+    assert closed == [first] and waited == [weight_transfer.SEND_S]
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
+
+
 def test_the_connection_to_a_lost_server_is_left_alone_at_the_end(start_full, monkeypatch):
     closed = []
     monkeypatch.setattr(weight_transfer.WeightTransfer, "close", lambda one: closed.append(one))

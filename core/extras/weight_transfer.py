@@ -7,8 +7,9 @@ vLLM could not use there (2.28, of torch 2.11).
 """
 
 import socket
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -18,6 +19,8 @@ from core import distributed
 from core.faults import UsageError
 from core.policy import Policy
 
+T = TypeVar("T")
+CONNECT_S, SEND_S = 120.0, 600.0  # NCCL would wait for a server without end
 Post = Callable[[str, dict[str, Any]], None]  # asks the server: a path and a JSON body
 
 
@@ -31,7 +34,8 @@ def check(policy: Policy) -> None:
 class WeightTransfer:
     """The connection for the weights of `model` to the server at `url` with this many workers.
 
-    Also the `client` of vLLM's engine: it calls the four last methods.
+    Also the `client` of vLLM's engine: it calls the four last methods. Raises TimeoutError if the
+    server does not join.
     """
 
     def __init__(self, model: nn.Module, url: str, workers: int, post: Post) -> None:
@@ -44,8 +48,9 @@ class WeightTransfer:
         self.post, self.version = post, ""
         self.post("/shutdown_weight_transfer_engine", {})  # of a trainer that was killed
         group = NCCLTrainerInitInfo(*own_address(url), world_size=1 + workers, rank=0)
-        self.engine = NCCLTrainerWeightTransferEngine.trainer_init(
-            group, client=self, source=ModuleSource(model)
+        join = NCCLTrainerWeightTransferEngine.trainer_init
+        self.engine: Any = within(
+            CONNECT_S, lambda: join(group, client=self, source=ModuleSource(model))
         )
         if self.engine.model_update_group.disabled:  # vLLM would send nothing, without an error
             raise UsageError("vLLM cannot use NCCL here, so it sends no weights: install the torch "
@@ -54,13 +59,18 @@ class WeightTransfer:
     def send(self, version: str) -> None:
         """Gives the server the present weights and calls them `version`.
 
-        The server gives up what it samples, and forgets the keys and values in its cache.
+        The server gives up what it samples, and forgets the keys and values in its cache. Raises
+        TimeoutError if it does not take them.
         """
         self.version = version
         self.post("/pause?mode=abort", {})
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # vLLM reads them in streams of its own
-        self.engine.send_weights()
+        try:
+            within(SEND_S, self.engine.send_weights)
+        except TimeoutError:
+            self.close()  # ends what waits on the GPU
+            raise
         self.post("/resume", {})
 
     def close(self) -> None:
@@ -77,6 +87,27 @@ class WeightTransfer:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.post("/finish_weight_update", {"weight_version": weight_version or self.version})
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises, in a thread; TimeoutError if it takes longer."""
+    found: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not found:
+        raise TimeoutError(f"weights by NCCL: the server did not answer within {seconds:g} s")
+    return found[0]
 
 
 def own_address(url: str) -> tuple[str, int]:
