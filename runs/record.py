@@ -289,6 +289,8 @@ def draw(folder: Path, page: dict[str, Any], runs: list[Run]) -> None:
             if metric.startswith("gap/"):
                 axis.set_yscale("log")
             panel(axis, title, "update")
+        for axis in axes[len(panels) :]:
+            axis.set_axis_off()
         if not by_run:
             axes[0].legend(frameon=False, fontsize=8)
 
