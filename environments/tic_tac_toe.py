@@ -40,19 +40,9 @@ EMPTY = "." * 9
 
 
 def tic_tac_toe(opponent: Literal["random", "perfect", "self"] = "random") -> Env | MultiAgentEnv:
-    """`opponent`: random, perfect or self."""
-    return SelfPlay(GAME) if opponent == "self" else TicTacToe(opponent == "perfect")
-
-
-class TicTacToe(AgainstOpponent):
-    """Against O. A draw with the perfect O is correct."""
-
-    def __init__(self, perfect: bool):
-        super().__init__(GAME, plays_well=perfect, drawing_is_correct=perfect)
-
-    def trivial(self) -> str:
-        """Takes the first free cell."""
-        return f"<move>{free(self.board)[0]}</move>"
+    """`opponent`: random, perfect or self. A draw with the perfect one is correct."""
+    perfect = opponent == "perfect"
+    return SelfPlay(GAME) if opponent == "self" else AgainstOpponent(GAME, perfect, perfect)
 
 
 def free(board: str) -> list[int]:

@@ -101,6 +101,10 @@ class AgainstOpponent(Env):
         """Names the winning moves of both sides, then a best one; `hasty`: a random move."""
         return _tagged(self.guess) if hasty else self.game.worked(self.board, "X")
 
+    def trivial(self) -> str:
+        """The first legal move: of tic-tac-toe the first free cell, of connect four the middle."""
+        return _tagged(self.game.legal(self.board)[0])
+
     def _reply(self) -> int:
         """Makes a move of O and returns it."""
         legal, best = self.game.legal, self.game.best_moves
