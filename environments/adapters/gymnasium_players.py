@@ -111,21 +111,19 @@ def find_game(env: Any) -> Game:
 
 
 def _from_docstring(env: Any) -> Game:
-    id = env.spec.id
+    """The game with the rules of its docstring, and actions that are numbers or JSON."""
+    space = env.action_space
+    rules = "\n".join(
+        filter(None, [f"{env.spec.id}.", docstring_rules(type(env.unwrapped).__doc__)])
+    )
     # The steps may have negative rewards: forfeiting must cost more than the longest episode.
-    forfeit = env.spec.max_episode_steps or 1.0
-    rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
-    game = Game(rules, forfeit=forfeit, **plain_actions(env.action_space))
-    return game._replace(hint="") if 0 < len(game.actions) <= MAX_SPELLED else game
-
-
-def plain_actions(space: Any) -> dict[str, Any]:
-    """Returns fields of a Game whose actions are numbers, or JSON if `space` is not Discrete."""
-    if not hasattr(space, "n") or space.shape:
-        return json_actions(space)
+    game = Game(rules, forfeit=env.spec.max_episode_steps or 1.0)
+    if not hasattr(space, "n") or space.shape:  # not Discrete
+        return game._replace(**json_actions(space))
     numbers = range(int(space.start), int(space.start + space.n))
     hint = f"End with a number from {numbers[0]} to {numbers[-1]}."
-    return {"actions": tuple(map(str, numbers)), "first": numbers[0], "hint": hint}
+    return game._replace(actions=tuple(map(str, numbers)), first=numbers[0],
+                         hint=hint if len(numbers) > MAX_SPELLED else "")  # fmt: skip
 
 
 def json_actions(space: Any) -> dict[str, Any]:

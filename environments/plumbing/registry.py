@@ -55,7 +55,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "letter_counting": "environments.letter_counting:LetterCounting",
     "math_qa": "environments.math_qa:MathQA",
     "openenv": "environments.adapters.openenv:OpenEnv",
-    "pettingzoo": "environments.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "environments.adapters.reasoning_gym:ReasoningGym",
     "remote": "environments.adapters.remote:Remote",
     "reverse": "environments.reverse:Reverse",
