@@ -6,7 +6,7 @@ memory=false each turn starts a new context, which holds the rules and the new s
     Keep the pole up. Cart: x place, v speed; pole: a angle, w turn speed. End with left or right.
     x 0.0 v 0.0 a 0.03 w 0.0
 
-`gymnasium_players` has the rules, the names of the actions and a player for three environments.
+`gymnasium_players` has the rules, the names of the actions and a player for two environments.
 For all others the rules are in the environment's docstring, the state is numbers, and the actions
 are numbers, or JSON if they are not discrete: {"action": [0.5, -1]}.
 
