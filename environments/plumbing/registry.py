@@ -67,9 +67,9 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
-# Opponents that are no option of an environment (core/extras/opponents.py): its own players,
-# policies on a server, older copies of the policy, and folders
-OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*[\\/].*")
+# Opponents that are no option of an environment (core/extras/opponents.py): its own players, older
+# copies of the policy, and folders
+OPPONENT = re.compile(r"guess|demonstrate|older(:.*)?|[.~].*|.*[\\/].*")
 # module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options
 SOURCE = re.compile(
     r"([\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):([^\W\d]\w*)(?::(.*))?", re.DOTALL
