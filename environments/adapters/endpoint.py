@@ -203,7 +203,7 @@ class Endpoint:
     def __init__(self, port: int = 0, any_key: bool = False, host: str = HOST):
         """Raises OSError if the port is taken, or the address is none of this machine."""
         self.sessions: dict[str, Session] = {}
-        self.only = Session(self, "") if any_key else None
+        self.only = self.open() if any_key else None
         self.server = _Server((host, port), _Handler)
         self.server.endpoint = self
         self.url = f"http://{host}:{self.server.server_address[1]}/v1"
@@ -586,10 +586,7 @@ class _Handler(BaseHTTPRequestHandler):
         session = ask.session
         session.waiting.add(ask)
         try:
-            if (
-                session is not session.endpoint.only
-                and session.key not in session.endpoint.sessions
-            ):
+            if session.key not in session.endpoint.sessions:
                 raise Refused(401, "the episode of this API key has ended", "episode_ended")
             session.inbox.put(ask)
             ask.done.wait()
