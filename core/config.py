@@ -109,7 +109,7 @@ class TaskOptions:
 
     # Evaluation environments; none given: the same as --env. Games of both take an opponent, such
     # as tic_tac_toe:opponent=runs/x (a run or a model), older:10 (copies from every 10 updates),
-    # openai:MODEL, guess or demonstrate.
+    # guess or demonstrate.
     eval_env: Annotated[tuple[str, ...], Needs("eval_num_tasks")] = ()
     # Sets the option difficulty, level, depth, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: Count = 0
@@ -399,14 +399,12 @@ def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
     if RUNS.resolve() in file.resolve().parents:
         return ""
     specs = (*settings.get("env", ()), *settings.get("eval_env", ()))
-    asks = settings.get("sampler") in ("openai", "server")
-    urls = [settings.get("base_url", "")] if asks else []
-    # a backslash: JSON may hide the address
-    urls += [s for s in specs if "opponent" in s and {"@", "\\"} & {*s}]
+    url = settings.get("base_url") if settings.get("sampler") in ("openai", "server") else ""
     found = [f"run {spec}" for spec in specs if runs_code(spec)]
     found += [f"run {algo}" for algo in [settings.get("algo", "")] if is_file(algo)]
-    if sent := " ".join(name for name in SENT if os.environ.get(name)):
-        found += [f"send {sent} to {url}" for url in urls if url]
+    sent = " ".join(name for name in SENT if os.environ.get(name))
+    if sent and url:
+        found.append(f"send {sent} to {url}")
     return " and ".join(dict.fromkeys(found))
 
 
@@ -651,29 +649,12 @@ def older_interval(opponent: str) -> int:
     return int(match[1]) if match else 0
 
 
-def model_and_url(opponent: str) -> tuple[str, str]:
-    """Model and address of the opponent openai:MODEL@URL, by default that in OPENAI_BASE_URL.
-
-    >>> model_and_url("openai:qwen3:4b@http://127.0.0.1:11434/v1")
-    ('qwen3:4b', 'http://127.0.0.1:11434/v1')
-    """
-    model, _, address = opponent.partition(":")[2].partition("@http")
-    return model, f"http{address}" if address else os.environ.get("OPENAI_BASE_URL", "")
-
-
 def _opponent_problems(cfg: Config) -> Iterator[str]:
     for opponent in opponents(cfg):
         subject, kind = f"opponent={opponent}", opponent.partition(":")[0]
-        model, url = model_and_url(opponent)
-        if kind == "openai" and model and url:
-            yield from _url_problems(url, f"the address of openai:{model}")
-            if not is_installed("openai"):
-                yield f'{subject}: not installed; pip install -e ".[openai]"'
-        elif kind == "openai" or (kind == "older" and not older_interval(opponent)):
-            yield (f"{subject}: write older:k with a number of updates k, such as older:10, or "
-                   "openai:MODEL@http://127.0.0.1:8000/v1, or openai:MODEL with the address in "
-                   "OPENAI_BASE_URL")  # fmt: skip
+        if kind == "older" and not older_interval(opponent):
+            yield f"{subject}: write older:k with a number of updates k, such as older:10"
         elif cfg.sampler == "openai" and opponent not in ("guess", "demonstrate"):
-            yield f"{subject}: --sampler openai has no weights here; take openai:MODEL"
+            yield f"{subject}: --sampler openai has no weights here; take guess or demonstrate"
         elif kind not in ("older", "guess", "demonstrate") and not Path(opponent).is_dir():
             yield f"{subject}: there is no such folder of a run or of a model"

@@ -127,7 +127,7 @@ class Agent:
             raise TypeError("the environment has no demonstration")
         found = self.renderer.demonstration(answer) if isinstance(answer, str) else answer
         if found.error:
-            raise EnvFailure(f"{self.player}: {found.error}" if self.player else found.error)
+            raise EnvFailure(found.error)
         prompt, ids = self.prompt_ids, found.token_ids
         turn = Turn(prompt, ids, found.logprobs, found.finish_reason, kept_ids=found.kept_ids)
         self.rollout.turns.append(turn)

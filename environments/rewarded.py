@@ -114,7 +114,7 @@ class Rewarded(Env):
         return _messages(self.row[self.prompt])
 
     def step(self, response: str) -> Step:
-        [step] = self.score([self], [response])
+        [step] = self.step_batch([self], [response])
         if isinstance(step, Exception):
             raise step
         return step
@@ -134,10 +134,10 @@ class Rewarded(Env):
             steps = [ValueError()] * len(batch)
             for places in by_row.values():
                 own = [batch[place] for place in places]
+                found: Sequence[Step | Exception]
                 try:
-                    found: Sequence[Step | Exception] = cls.score(
-                        own, [responses[place] for place in places]
-                    )
+                    called = cls.call(own, [responses[place] for place in places])
+                    found = cls.to_steps(own, *called)
                 except Exception as error:
                     found = [error] * len(places)
                 for place, step in zip(places, found, strict=True):
@@ -145,17 +145,12 @@ class Rewarded(Env):
             if not any(isinstance(step, Exception) for step in steps):
                 raise  # each row alone is fine: the function cannot score several
         else:
-            steps = [*cls.to_steps(batch, *called)]
+            steps = cls.to_steps(batch, *called)
         names = [name for name, *_ in batch[0].functions]
         infos = [step.info for step in steps if isinstance(step, Step)]
         if len(infos) > 1 and not any(f"reward_{name}" in i for name in names for i in infos):
             raise ValueError(f"{', '.join(names)} returned None for all completions")
         return steps
-
-    @classmethod
-    def score(cls, batch: Sequence["Rewarded"], responses: list[str]) -> list[Step | Exception]:
-        """The steps of a batch, from one call of each function."""
-        return cls.to_steps(batch, *cls.call(batch, responses))
 
     @classmethod
     def call(

@@ -164,7 +164,7 @@ ASK = json.dumps({"model": "x", "messages": CHAT})
     (("GET", "/v1/models", "", {"Authorization": "Bearer no"}), 401),
     (("GET", "/v1/models", "", {"Origin": "http://a.page"}), 403),
     (("POST", "/v1/chat/completions", "", {"Content-Length": str(MAX_BODY + 1)}), 413),
-    (("POST", "/v1/chat/completions", "", {"Content-Length": "x"}), 411),
+    (("POST", "/v1/chat/completions", "", {"Content-Length": "x"}), 413),
 ])  # fmt: skip
 def test_wrong_requests_get_their_status(session, request_, status):
     method, path, body, headers = request_

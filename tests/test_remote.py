@@ -57,15 +57,23 @@ def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed, failure
     env.close()
 
 
-def test_close_kills_the_process_and_its_children(tmp_path):
-    program = tmp_path / "parent.py"
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_children_of_a_server_end_with_it(tmp_path, ends):
+    """Whether the environment is closed, or the server has ended after its answer."""
+    program, last = tmp_path / "parent.py", "" if ends else "sys.stdin.read()\n"
     program.write_text(
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "sys.stdin.readline()\n"
         'print(\'{"messages": [{"role": "user", "content": "%d"}]}\' % child.pid, flush=True)\n'
-        "sys.stdin.read()\n"
+        + last
     )
     env = Remote(command=f"{sys.executable} {program}")
     child = int(env.reset(1)[0]["content"])
-    env.close()
+    if ends:
+        wait_for_the_end_of(env.process.pid)
+        assert int(env.reset(2)[0]["content"]) != child  # of a new server
+    else:
+        env.close()
     wait_for_the_end_of(child)
+    env.close()

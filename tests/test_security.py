@@ -146,11 +146,6 @@ SPECS = (
     "remote: command = touch {marker}", "rewarded:data=rows.jsonl,reward={file}:one",
     "evil_module:Maze:opponent=guess", "gymnasium:id=evil_module:Maze,=",
 )  # fmt: skip
-SENT = (
-    {"sampler": "openai", "base_url": "http://127.0.0.1:9/v1", "num_updates": 0},
-    {"env": ["tic_tac_toe:opponent=openai:m@http://127.0.0.1:9/v1"]},
-    {"env": ['tic_tac_toe:opponent="openai:m\\u0040http://127.0.0.1:9/v1"']},
-)
 
 
 def attack(folder, settings, how):
@@ -182,7 +177,8 @@ def test_no_file_runs_code_or_sends_the_key_without_trust(tmp_path, monkeypatch)
     monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
     cases = [({"env": ["snake", spec]}, "would run") for spec in SPECS]
     cases += [({"eval_env": [SPECS[0]]}, "would run"), ({"algo": "{file}"}, "would run")]
-    cases += [(settings, "would send") for settings in SENT]
+    asks = {"sampler": "openai", "base_url": "http://127.0.0.1:9/v1", "num_updates": 0}
+    cases.append((asks, "would send"))
     ways = itertools.cycle(["--config", "--resume", "chat"])
     for settings, said in cases:
         how = next(ways) if said == "would run" else "--config"

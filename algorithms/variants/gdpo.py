@@ -16,7 +16,7 @@ advantage 0.
 
 The loss is GRPO's, with its default numbers: the two algorithms differ in their advantages only.
 
-    python train.py --algo gdpo --env "rewarded:data=rows.jsonl,reward=my.py:right" my.py:brief
+    python train.py --algo gdpo --env "rewarded:data=rows.jsonl,reward=my.py:right my.py:brief"
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,6 @@
 
     --env tic_tac_toe:opponent=runs/x          the model of a finished run, or the folder of a model
     --env tic_tac_toe:opponent=older:10        copies of the policy itself, one every 10 updates
-    --env tic_tac_toe:opponent=openai:MODEL@http://127.0.0.1:8000/v1       a model behind a server
     --env tic_tac_toe:opponent=guess           the environment's random player, or `demonstrate`
 
 Any environment that names its `agents` can have these opponents. The seed decides which agent the
@@ -25,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from core import distributed
-from core.config import Config, model_and_url, older_interval, opponents
+from core.config import Config, older_interval, opponents
 from core.context import Agent
 from core.episodes import Episode, Wanted
-from core.extras.openai_sampler import OpenAISampler
 from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall
@@ -209,8 +207,4 @@ def _sampler(opponent: str, cfg: Config, policy: Policy) -> Sampler | None:
     """The sampler of an opponent with a model of its own; None for every other one."""
     if opponent in ("guess", "demonstrate") or older_interval(opponent):
         return None
-    if opponent.startswith("openai:"):
-        model, url = model_and_url(opponent)
-        own = replace(policy)  # the sampler changes its max_length
-        return OpenAISampler(own, url, model)
     return TorchSampler(load_opponent(Path(opponent), cfg, policy))

@@ -262,7 +262,7 @@ def _object_calls(opening: str, name_key: str, arguments_key: str, text: str) ->
         text = text.strip().removeprefix(PYTHON_TAG).strip()
         if not text.startswith("{") or not all(f'"{k}"' in text for k in (name_key, arguments_key)):
             return []
-    return list(tools.json_calls(text, opening, name_key, arguments_key))
+    return tools.json_calls(text, opening, name_key, arguments_key)
 
 
 def _named_calls(start: re.Pattern[str], pair: re.Pattern[str] | None, text: str) -> list[Call]:

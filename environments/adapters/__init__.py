@@ -1,4 +1,4 @@
-"""One file per third-party library: its environments behind our interface, or the other way."""
+"""One file per third-party library: its environments behind our interface."""
 
 import random
 from collections.abc import Iterator

@@ -32,7 +32,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments.adapters import endpoint, remote
+from environments.adapters import endpoint
 from environments.adapters.endpoint import Ask, Choice, Session
 from environments.base import (
     MAX_MESSAGE,
@@ -46,7 +46,7 @@ from environments.base import (
     check_range,
     checked_step,
 )
-from environments.plumbing import event_loop
+from environments.plumbing import event_loop, processes
 from environments.plumbing.dataset import Row
 from environments.plumbing.installed import import_library
 from environments.plumbing.options import split_words
@@ -97,7 +97,7 @@ class Play:
         """Ends the program, as far as possible: a thread is interrupted in Python code only."""
         self.session.close()
         if self.process is not None:
-            remote._kill(self.process)
+            processes.kill(self.process)
         elif self.thread.is_alive():
             threading.Thread(target=self._interrupt, daemon=True).start()
 
@@ -153,7 +153,7 @@ class AgentProgram(Env):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
         if not data:
             raise UsageError("set data=FILE.jsonl: a task in each line")
-        check_range("timeout", timeout, *remote.TIMEOUTS)
+        check_range("timeout", timeout, 0.001, 1_000_000)
         self.function: Any = None
         if run:
             self.function = import_attribute(*run.rpartition(":")[::2])
@@ -353,22 +353,14 @@ class AgentProgram(Env):
                 tempfile.TemporaryFile() as err:  # fmt: skip
             task.write(json.dumps(row).encode() + b"\n")
             task.seek(0)
-            try:
-                play.process = process = subprocess.Popen(
-                    self.arguments, stdin=task, stdout=out, stderr=err,
-                    env=os.environ | variables, start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                raise EnvFailure(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
-            if hasattr(os, "waitid"):  # its children end with it, so before its id is free
-                with suppress(ChildProcessError):
-                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-                remote._kill(process)
-            code = process.wait()
-            last = remote.last_lines(out)[-1:]
+            play.process = processes.start(
+                self.arguments, stdin=task, stdout=out, stderr=err, env=os.environ | variables
+            )
+            code = processes.wait(play.process)
+            last = processes.last_lines(out)[-1:]
             if code:
                 kind = EnvFailure if code == EX_TEMPFAIL else RuntimeError
-                said = " | ".join(remote.last_lines(err)[-3:])
+                said = " | ".join(processes.last_lines(err)[-3:])
                 raise kind(f"{self.arguments[0]} ended with code {code}: {said}"[:500])
         with suppress(ValueError, RecursionError):
             return json.loads(last[0] if last else "")

@@ -18,6 +18,7 @@ text)] of an answer, the `call_id` that a result belongs to, and the `thought` o
 
 import json
 import queue
+import re
 import secrets
 import selectors
 import socket
@@ -25,7 +26,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -40,7 +40,6 @@ Json = dict[str, Any]
 OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
 HOST = "127.0.0.1"
 MAX_BODY = 16_000_000  # bytes of a request
-PART = 1 << 16  # bytes of it that are read at a time
 MAX_CHOICES = 128  # `n` of a request
 LIMITS = "max_completion_tokens", "max_tokens", "max_output_tokens"
 NUMBERS = "temperature top_p top_k min_p presence_penalty frequency_penalty".split()
@@ -204,7 +203,7 @@ class Endpoint:
     def __init__(self, port: int = 0, any_key: bool = False, host: str = HOST):
         """Raises OSError if the port is taken, or the address is none of this machine."""
         self.sessions: dict[str, Session] = {}
-        self.only = Session(self, "") if any_key else None
+        self.only = self.open() if any_key else None
         self.server = _Server((host, port), _Handler)
         self.server.endpoint = self
         self.url = f"http://{host}:{self.server.server_address[1]}/v1"
@@ -507,16 +506,10 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """One thread for each connection."""
 
-    protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, 1 << 16
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
     timeout = IDLE
     server: _Server
     has_session = False  # whether the session of the connection's first request is known
-
-    def handle_expect_100(self) -> bool:
-        """Lets the client send its body."""
-        goes_on = super().handle_expect_100()
-        self.wfile.flush()
-        return goes_on
 
     def do_GET(self) -> None:
         session = None
@@ -535,7 +528,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             session = self._session()
             session.has_asked = True
-            body = self._read_body()
+            body = self._read_json()
             if self.path not in ("/v1/chat/completions", "/v1/responses"):
                 raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
             answer = self._answer(read_ask(session, self.path, body, self.connection))
@@ -559,7 +552,7 @@ class _Handler(BaseHTTPRequestHandler):
             session.refusals.append(str(refused))
         elif self.command == "POST":  # a client sends all of its body before it reads the answer
             with suppress(Refused):
-                deque(self._parts(), maxlen=0)
+                self._read()
         self._send_json(refused.status, refused.body())
 
     def _session(self) -> Session:
@@ -570,24 +563,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.has_session = True
         return session
 
-    def _parts(self) -> Iterator[bytes]:
-        """The body. Raises Refused for one of no bounded size."""
-        try:
-            length = int(self.headers.get("content-length") or "")
-        except ValueError:
+    def _read(self) -> bytes:
+        """The body. Raises Refused for one of no bounded size, which is not read."""
+        size = self.headers.get("content-length") or ""
+        if not re.fullmatch("[0-9]{1,9}", size) or int(size) > MAX_BODY:
             self.close_connection = True
-            raise Refused(411, "a request needs a Content-Length") from None
-        if not 0 <= length <= MAX_BODY:
-            self.close_connection = True  # without reading it
-            raise Refused(413, f"a request has at most {MAX_BODY:,} bytes")
-        while part := self.rfile.read(min(length, PART)):
-            length -= len(part)
-            yield part
+            raise Refused(413, f"a request needs a Content-Length of at most {MAX_BODY:,} bytes")
+        return self.rfile.read(int(size))
 
-    def _read_body(self) -> Json:
-        """Raises Refused for anything but a JSON object of a bounded size."""
+    def _read_json(self) -> Json:
+        """The body. Raises Refused for anything but a JSON object of a bounded size."""
         try:
-            body = json.loads(b"".join(self._parts()), parse_constant=float_of_json)
+            body = json.loads(self._read(), parse_constant=float_of_json)
         except (ValueError, RecursionError):
             raise Refused(400, "the request is not JSON") from None
         if not isinstance(body, dict):
@@ -599,10 +586,7 @@ class _Handler(BaseHTTPRequestHandler):
         session = ask.session
         session.waiting.add(ask)
         try:
-            if (
-                session is not session.endpoint.only
-                and session.key not in session.endpoint.sessions
-            ):
+            if session.key not in session.endpoint.sessions:
                 raise Refused(401, "the episode of this API key has ended", "episode_ended")
             session.inbox.put(ask)
             ask.done.wait()

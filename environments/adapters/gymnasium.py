@@ -6,7 +6,7 @@ memory=false each turn starts a new context, which holds the rules and the new s
     Keep the pole up. Cart: x place, v speed; pole: a angle, w turn speed. End with left or right.
     x 0.0 v 0.0 a 0.03 w 0.0
 
-`gymnasium_players` has the rules, the names of the actions and a player for three environments.
+`gymnasium_players` has the rules, the names of the actions and a player for two environments.
 For all others the rules are in the environment's docstring, the state is numbers, and the actions
 are numbers, or JSON if they are not discrete: {"action": [0.5, -1]}.
 
@@ -76,7 +76,7 @@ class Gymnasium(Env):
         check_range("max_steps", max_steps, 0)
         check_range("repeat", repeat, 1)
         self.env, self.repeat, self.scale = _make(id, max_steps or None, options), repeat, scale
-        self.game = load_words(words, self.env, self.env.action_space) or find_game(self.env)
+        self.game = load_words(words, self.env) or find_game(self.env)
         self.memory = memory
 
     def reset(self, seed: int) -> list[Message]:
@@ -140,7 +140,7 @@ class Gymnasium(Env):
         return self.game.actions[self.rng.choice((last, last, last, self.rng.randint(0, last)))]
 
 
-def load_words(words: str, env: Any, space: Any) -> Game | None:
+def load_words(words: str, env: Any) -> Game | None:
     """Returns the Game that `words` (module:GAME or file.py:GAME) names, None without a name.
 
     Raises UsageError if it cannot be imported, or is neither a Game nor a function that makes one.
@@ -153,7 +153,7 @@ def load_words(words: str, env: Any, space: Any) -> Game | None:
         raise UsageError(f"words={words} must be a Game, or a function from the environment to one")
     if game.read or game.actions:
         return game
-    actions = json_actions(space)
+    actions = json_actions(env.action_space)
     return game._replace(read=actions["read"], hint=game.hint or actions["hint"])
 
 

@@ -1,13 +1,11 @@
 """How Gymnasium environments are described to a policy, and players for some of them.
 
-Three have rules in few words, names for their actions and a player. For all others the rules are
+Two have rules in few words, names for their actions and a player. For all others the rules are
 those of the environment's docstring and the state is numbers; actions are numbers or JSON. A `Game`
 of yours (`words=module:GAME`) replaces both.
 
 CartPole: pushes towards the side to which the pole leans and falls. Blackjack: basic strategy
 without doubling and splitting (Baldwin et al., 1956); mean return about -0.045 per hand.
-FrozenLake: the best action by value iteration (Bellman, 1957) on the transition table that the
-environment publishes; so does any other environment with such a table.
 
 >>> GAMES["Blackjack-v1"].show((16, 10, 0))
 'you 16 dealer 10 ace no'
@@ -19,7 +17,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,8 +35,6 @@ SECTION = re.compile(r"^\s*#{2,3} +", re.MULTILINE)
 # figures, code and citations; images; and what of links and tags is no text
 NO_TEXT = re.compile(r"```(?:\{|\w|\s*@).*?```|!\[[^]\n]*\]\([^)\n]*\)|<[^>\n]*>|```", re.DOTALL)
 LINK = re.compile(r"\[([^]\n]*)\]\([^)\n]*\)")
-DISCOUNT = 0.99  # below 1, so that the shorter of two paths has the higher value
-TOLERANCE = 1e-9  # value iteration stops below this change
 STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stick}
     False: {1: 17, 2: 13, 3: 13, 4: 12, 5: 12, 6: 12, 7: 17, 8: 17, 9: 17, 10: 17},
     True: {1: 19, 2: 18, 3: 18, 4: 18, 5: 18, 6: 18, 7: 18, 8: 18, 9: 19, 10: 19},
@@ -100,32 +96,19 @@ def find_game(env: Any) -> Game:
 
     Raises UsageError for observations that are images, and for actions that no text can express.
     """
-    id, table = env.spec.id, getattr(env.unwrapped, "P", None)
-    known = _frozen_lake(env.unwrapped) if id.startswith("FrozenLake") else GAMES.get(id)
-    if known is None:
-        check_observations(env.observation_space, id)
-        known = _from_docstring(env)
-    if known.actions and table:
-        known = known._replace(play=table_player(table))
-    return known
-
-
-def _from_docstring(env: Any) -> Game:
-    id = env.spec.id
-    # The steps may have negative rewards: forfeiting must cost more than the longest episode.
-    forfeit = env.spec.max_episode_steps or 1.0
+    id, space = env.spec.id, env.action_space
+    if id in GAMES:
+        return GAMES[id]
+    check_observations(env.observation_space, id)
     rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
-    game = Game(rules, forfeit=forfeit, **plain_actions(env.action_space))
-    return game._replace(hint="") if 0 < len(game.actions) <= MAX_SPELLED else game
-
-
-def plain_actions(space: Any) -> dict[str, Any]:
-    """Returns fields of a Game whose actions are numbers, or JSON if `space` is not Discrete."""
-    if not hasattr(space, "n") or space.shape:
-        return json_actions(space)
+    # The steps may have negative rewards: forfeiting must cost more than the longest episode.
+    game = Game(rules, forfeit=env.spec.max_episode_steps or 1.0)
+    if not hasattr(space, "n") or space.shape:  # not Discrete
+        return game._replace(**json_actions(space))
     numbers = range(int(space.start), int(space.start + space.n))
     hint = f"End with a number from {numbers[0]} to {numbers[-1]}."
-    return {"actions": tuple(map(str, numbers)), "first": numbers[0], "hint": hint}
+    return game._replace(actions=tuple(map(str, numbers)), first=numbers[0],
+                         hint=hint if len(numbers) > MAX_SPELLED else "")  # fmt: skip
 
 
 def json_actions(space: Any) -> dict[str, Any]:
@@ -159,50 +142,6 @@ def blackjack(observation: Any) -> int:
     """Returns 0 (stick) or 1 (hit)."""
     total, dealer, usable_ace = (int(number) for number in observation)
     return int(total < STICK_AT[bool(usable_ace)][dealer])
-
-
-def solve(table: dict[int, dict[int, list]]) -> list[int]:
-    """Returns the action with the highest value in each state, by value iteration.
-
-    `table`: state -> action -> [(probability, next state, reward, terminated), ...].
-    """
-    values = [0.0] * len(table)
-
-    def action_value(state: int, action: int) -> float:
-        return sum(
-            probability * (reward + (0.0 if terminated else DISCOUNT * values[next_state]))
-            for probability, next_state, reward, terminated in table[state][action]
-        )
-
-    change = 1.0
-    while change > TOLERANCE:
-        change = 0.0
-        for state, actions in table.items():
-            best = max(action_value(state, action) for action in actions)
-            change = max(change, abs(best - values[state]))
-            values[state] = best
-    return [max(table[state], key=partial(action_value, state)) for state in range(len(values))]
-
-
-def table_player(table: dict[int, dict[int, list]]) -> Callable[[Any], int]:
-    """Returns the player of a transition table, which is solved when the player first acts."""
-
-    @cache
-    def best() -> list[int]:
-        return solve(table)
-
-    return lambda state: best()[int(state)]
-
-
-def _frozen_lake(env: Any) -> Game:
-    rows = [b"".join(row).decode() for row in env.desc]
-    slips = any(len(outcomes) > 1 for outcomes in env.P[0].values())
-    ice = "; the ice may turn you aside" if slips else ""
-    return Game(
-        f"Go from S to G, not into H{ice}. Rows 0-{len(rows) - 1}: {' '.join(rows)}.",
-        ("left", "down", "right", "up"),
-        lambda state: f"row {state // env.ncol} column {state % env.ncol}",
-    )
 
 
 GAMES = {

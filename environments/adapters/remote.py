@@ -27,8 +27,6 @@ starts a new server. After an {"error": ".."} it raises RemoteError instead.
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -49,6 +47,7 @@ from environments.base import (
     check_range,
     checked_step,
 )
+from environments.plumbing import processes
 from environments.plumbing.options import split_words
 from environments.plumbing.registry import make, variables_of_python
 from environments.plumbing.text import one_line
@@ -56,8 +55,6 @@ from environments.plumbing.tools import schemas
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
-TIMEOUTS = 0.001, 1_000_000  # seconds
-MAX_OUTPUT = 100_000  # bytes of what a process wrote that are read, from the end
 SHOWN_LINES, SHOWN_CHARACTERS = 3, 1000  # of the server's stderr
 SLICE = 0.1  # seconds
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
@@ -80,7 +77,7 @@ class Remote(Env):
     def __init__(self, env: str = "", command: str = "", timeout: float = 10.0) -> None:
         if bool(env) == bool(command):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
-        check_range("timeout", timeout, *TIMEOUTS)
+        check_range("timeout", timeout, 0.001, 1_000_000)
         self.arguments = split_words(command)
         self.variables: dict[str, str] | None = None  # those of this process
         if env:
@@ -116,7 +113,7 @@ class Remote(Env):
         """
         try:
             timeout = self.timeout
-            if self.process is not None and _has_ended(self.process):
+            if self.process is not None and processes.has_ended(self.process):
                 self.close()
             if self.process is None:
                 self.process = self._start()
@@ -137,24 +134,18 @@ class Remote(Env):
         """Returns the end of what the server wrote to stderr, to append to an error."""
         if self.stderr is None:
             return ""
-        shown = " | ".join(last_lines(self.stderr)[-SHOWN_LINES:])[-SHOWN_CHARACTERS:]
+        shown = " | ".join(processes.last_lines(self.stderr)[-SHOWN_LINES:])[-SHOWN_CHARACTERS:]
         return f"; last lines of its stderr: {shown}" if shown else ""
 
     def _start(self) -> subprocess.Popen:
         pipe = subprocess.PIPE
         # not a pipe: if nobody reads a pipe, it fills up and the server waits
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
-        try:
-            process = subprocess.Popen(
-                self.arguments, stdin=pipe, stdout=pipe, stderr=self.stderr, env=self.variables,
-                bufsize=0,  # unlike a buffer, closing such a pipe waits for no thread that uses it
-                start_new_session=True,  # a process group of its own, which _kill ends as a whole
-                # on Windows: Ctrl-C is for the run alone
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-            )  # fmt: skip
-        except OSError as error:
-            raise UsageError(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
-        self.kill = weakref.finalize(self, _kill, process)
+        process = processes.start(
+            self.arguments, stdin=pipe, stdout=pipe, stderr=self.stderr, env=self.variables,
+            bufsize=0,  # unlike a buffer, closing such a pipe waits for no thread that uses it
+        )  # fmt: skip
+        self.kill = weakref.finalize(self, processes.kill, process)
         return process
 
 
@@ -218,37 +209,6 @@ def _talk(process: subprocess.Popen, outgoing: bytes, answers: SimpleQueue[bytes
                 break
             incoming += chunk
     answers.put(bytes(incoming))
-
-
-def _has_ended(process: subprocess.Popen) -> bool:
-    """Whether it has ended. Does not reap it where the system can tell without: see `_kill`."""
-    if hasattr(os, "waitid"):
-        with contextlib.suppress(ChildProcessError):
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, process.pid, options) is not None
-    return process.poll() is not None
-
-
-def _kill(process: subprocess.Popen) -> None:
-    """Kills the process and its children, closes its pipes and waits for it.
-
-    The process group has its pid. Once it is reaped, that may be the pid of somebody else's.
-    """
-    with contextlib.suppress(ProcessLookupError, PermissionError), process:
-        if process.returncode is None and hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        elif process.returncode is None:
-            with contextlib.suppress(OSError):  # Windows: with its children
-                command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
-                subprocess.run(command, capture_output=True)
-            process.kill()
-
-
-def last_lines(file: IO[bytes]) -> list[str]:
-    """The lines in the end of a file, without those that are empty."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_OUTPUT))
-    lines = file.read().decode(errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()]
 
 
 def _read_messages(value: Any) -> list[Message]:

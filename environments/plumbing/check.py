@@ -69,13 +69,13 @@ LONG = [
     *(piece * (100_000 // len(piece)) for piece in PIECES if piece),
     *(f'{{"{key}":' * 10_000 for key in ("answer", "action", "move", "choice", "url")),
     *(f"<{tag}>" * 10_000 for tag in ("answer", "action", "move", "choice", "visit_url")),
-    *("<answer>" + "[" * 99_000 + "]" * 99_000 + "</answer>", "<answer>\ud800</answer>"),
-    *('<answer>{"r": ' + "9" * 5000 + "}</answer>", '{"answer": "\\ud800"}', '{"url": []}' * 9_000),
-    *("answer is " * 10_000, "move " * 20_000, "cell 5 " * 14_000 + "?x", "visit_url(" * 10_000),
-    *("\n \t" * 30_000, "a" + " " * 100_000 + ".", "5" + "." * 100_000 + "x"),
-    *(r"\boxed" + "{" * 100_000, r"\boxed{" + "}" * 99_000 + "</answer>"),
+    "<answer>" + "[" * 99_000 + "]" * 99_000 + "</answer>", "<answer>\ud800</answer>",
+    '<answer>{"r": ' + "9" * 5000 + "}</answer>", '{"answer": "\\ud800"}', '{"url": []}' * 9_000,
+    "answer is " * 10_000, "move " * 20_000, "cell 5 " * 14_000 + "?x", "visit_url(" * 10_000,
+    "\n \t" * 30_000, "a" + " " * 100_000 + ".", "5" + "." * 100_000 + "x",
+    r"\boxed" + "{" * 100_000, r"\boxed{" + "}" * 99_000 + "</answer>",
     "visit_url" + "'\"" * 50_000,
-]
+]  # fmt: skip
 
 
 Turns = list[tuple[dict[str, str], dict[str, Step]]]  # the responses and steps of each turn

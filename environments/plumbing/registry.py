@@ -55,7 +55,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "letter_counting": "environments.letter_counting:LetterCounting",
     "math_qa": "environments.math_qa:MathQA",
     "openenv": "environments.adapters.openenv:OpenEnv",
-    "pettingzoo": "environments.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "environments.adapters.reasoning_gym:ReasoningGym",
     "remote": "environments.adapters.remote:Remote",
     "reverse": "environments.reverse:Reverse",
@@ -68,9 +67,9 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
-# Opponents that are no option of an environment (core/extras/opponents.py): its own players,
-# policies on a server, older copies of the policy, and folders
-OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*[\\/].*")
+# Opponents that are no option of an environment (core/extras/opponents.py): its own players, older
+# copies of the policy, and folders
+OPPONENT = re.compile(r"guess|demonstrate|older(:.*)?|[.~].*|.*[\\/].*")
 # module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options
 SOURCE = re.compile(
     r"([\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):([^\W\d]\w*)(?::(.*))?", re.DOTALL
@@ -246,18 +245,18 @@ class EnvSpec(str):
         """
         spec = self.game
         try:
-            parameters = dict(inspect.signature(spec.constructor, eval_str=True).parameters)
+            parameters = inspect.signature(spec.constructor, eval_str=True).parameters.values()
         except NameError as error:  # of an annotation
             raise UsageError(f"--env {spec}: {describe_error(error)}") from error
-        several = [k for k, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        other = [p for k in several if (p := parameters.pop(k)).kind is p.VAR_KEYWORD]  # **kwargs
-        values = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
+        named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        others = [p for p in parameters if p.kind is p.VAR_KEYWORD]  # **kwargs
+        values = {name: p.default for name, p in named.items() if p.default is not p.empty}
         for key, text in spec.pairs.items():
-            if key not in parameters and not other:
-                names = ", ".join(parameters) or "none"
+            if key not in named and not others:
+                names = ", ".join(named) or "none"
                 raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}")
             try:
-                values[key] = convert(text, parameters[key] if key in parameters else other[0])
+                values[key] = convert(text, named[key] if key in named else others[0])
             except ValueError as error:
                 raise UsageError(f"--env {spec}: {key} must be {error}, not {text!r}") from None
         return values

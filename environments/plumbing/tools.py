@@ -117,7 +117,7 @@ def read_calls(text: str) -> list[Call]:
 
     Returns at most MAX_CALLS + 1.
     """
-    return list(json_calls(spoken(text), OPENING, "name", "arguments"))
+    return json_calls(spoken(text), OPENING, "name", "arguments")
 
 
 def spoken(text: str) -> str:
@@ -129,25 +129,25 @@ def spoken(text: str) -> str:
     return text.rpartition(END_OF_THOUGHT)[2].partition(THOUGHT)[0]
 
 
-def json_calls(text: str, opening: str, name_key: str, arguments_key: str) -> Iterator[Call]:
-    """Yields the calls that are JSON objects, one or more in a row after each `opening`.
+def json_calls(text: str, opening: str, name_key: str, arguments_key: str) -> list[Call]:
+    """The calls that are JSON objects, one or more in a row after each `opening`.
 
     Ends after MAX_CALLS + 1 calls and after an unreadable one.
     """
-    position, count = text.find(opening), 0
-    while position >= 0 and count <= MAX_CALLS:
-        position += len(opening)
-        first = True
-        while count <= MAX_CALLS:
-            start = _skip(text, position, " \r\n\t[," if first else " \r\n\t,;")
-            if not first and not text.startswith("{", start):
-                break
-            call, position = _read_object(text, start, name_key, arguments_key)
-            yield call
-            count, first = count + 1, False
-            if call.error:
-                return
+    calls: list[Call] = []
+    position = text.find(opening)
+    while position >= 0:
+        position = _skip(text, position + len(opening), " \r\n\t[,")
+        goes_on = True
+        while goes_on:
+            call, position = _read_object(text, position, name_key, arguments_key)
+            calls.append(call)
+            if call.error or len(calls) > MAX_CALLS:
+                return calls
+            position = _skip(text, position, " \r\n\t,;")
+            goes_on = text.startswith("{", position)
         position = text.find(opening, position) if opening else -1
+    return calls
 
 
 def make_call(name: Any, arguments: Any) -> Call:
