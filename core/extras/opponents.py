@@ -32,10 +32,10 @@ from core.extras.openai_sampler import OpenAISampler
 from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall
-from core.run import staleness
 from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.models import load_exported
+from core.run.staleness import borrowed
 from core.sampler import Request, Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task
@@ -140,12 +140,9 @@ class Opponents:
             raise UsageError(f"{folder}: this older copy {fault}")
         self.intact.add(copy)
         parameters = replace(self.policy, value_head=None).trainable()
-        own = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
-        try:
+        with borrowed(parameters):
             copy_weights(folder, parameters)
             yield
-        finally:
-            staleness.copy_weights(own, parameters)
 
     def _folder(self, copy: int) -> Path:
         return self.folder / "opponents" / f"{copy:06d}"

@@ -33,18 +33,27 @@ def older_weights(
         yield
         return
     weights = policy.trainable()
-    present = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
-    if sampled:
-        yield
-    else:
-        copy_weights(older[0] if older else present, weights)
-        sampler.sync()
-        try:
+    try:
+        with borrowed(weights) as present:
+            if not sampled:
+                copy_weights(older[0] if older else present, weights)
+                sampler.sync()
             yield
-        finally:
-            copy_weights(present, weights)
+    finally:
+        if not sampled:
             sampler.sync()
     older.append(present)
+
+
+@contextmanager
+def borrowed(weights: Mapping[str, Tensor]) -> Iterator[Weights]:
+    """Inside, the tensors may be changed; on exit they are as before, bit for bit. Yields a copy of
+    what they were."""
+    own = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+    try:
+        yield own
+    finally:
+        copy_weights(own, weights)
 
 
 @torch.no_grad()
