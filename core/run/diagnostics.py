@@ -240,13 +240,6 @@ def active_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, st
     return {name: f"{found}; try {tries[name]}" for name, found in findings.items() if found}
 
 
-def earned_nothing(records: list[Record]) -> bool:
-    """Whether in every update so far all returns were equal, and none was above 0."""
-    updates = _updates(records)
-    nothing = [_finite(r, "reward/min") == _finite(r, "reward/max") <= 0 for r in updates]
-    return bool(nothing) and all(nothing)
-
-
 def warning_inputs(record: Record) -> Record:
     """Returns the part of a record that the warnings depend on (about 1 kB)."""
     return {k: v for k, v in record.items() if k in INPUTS or _is_of_evaluation(k)}
@@ -398,14 +391,16 @@ def _never_spread(records: list[Record]) -> str:
 
 
 def _no_reward(records: list[Record]) -> str:
-    updates = len(_updates(records))
-    if updates < MIN_UPDATES or not earned_nothing(records):
+    """In every update so far all returns were equal, and none was above 0."""
+    updates = _updates(records)
+    nothing = [_finite(r, "reward/min") == _finite(r, "reward/max") <= 0 for r in updates]
+    if len(updates) < MIN_UPDATES or not all(nothing):
         return ""
     broken = mean_of(records[-WINDOW:], "info/agent_error")
     ended = f"; {broken:.0%} of the agents ended with an error" if broken > 0 else ""
     cut = _level(records[-WINDOW:], "length/hit_token_limit")
     ended += f"; {cut:.0%} of completions end at --max-tokens" if cut > 0.5 else ""
-    return f"no rollout has earned a reward in all {updates} updates so far{ended}"
+    return f"no rollout has earned a reward in all {len(updates)} updates so far{ended}"
 
 
 def _sampler_gap(recent: list[Record], cfg: Config) -> str:
