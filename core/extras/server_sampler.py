@@ -21,7 +21,6 @@ waits, then ends. The key of the servers is in the environment variable OPENAI_A
 in no file and no message.
 """
 
-import os
 import shutil
 import uuid
 from collections import deque
@@ -39,6 +38,7 @@ import torch
 from core import canary, distributed
 from core.config import server_urls
 from core.extras import weight_transfer
+from core.extras.keys import api_key, safe_line
 from core.faults import NoServer, UsageError
 from core.nanollm import MAX_GAP, PROBE_NOISE
 from core.policy import Policy
@@ -102,8 +102,7 @@ class ServerSampler(Sampler):
     """
 
     def __init__(self, policy: Policy, base_url: str, adapter_folder: str):
-        if not (_api_key().isascii() and _api_key().isprintable()):
-            raise UsageError("OPENAI_API_KEY has characters that no header can hold")
+        key = api_key()
         self.policy, self.folder = policy, Path(adapter_folder).absolute()
         self.has_adapters = policy.lora_rank > 0
         if not self.has_adapters:
@@ -123,7 +122,7 @@ class ServerSampler(Sampler):
         self.threads = Threads(threads, self.limit, interrupts=False)
         self.threads.slow.add(CALL)  # so each call has a thread
         self.client = httpx.Client(
-            headers={"Authorization": f"Bearer {_api_key()}"} if _api_key() else {},
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=False,
             follow_redirects=False,  # to no other host
             # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
@@ -261,7 +260,7 @@ class ServerSampler(Sampler):
             if isinstance(error, (Lost, TimeLimit, UsageError)):
                 raise error
             if error is not None:  # JSON of another form, or no JSON
-                raise Lost(_one_line(f"no answer of vLLM's: {type(error).__name__} {error}"))
+                raise Lost(safe_line(f"no answer of vLLM's: {type(error).__name__} {error}"))
             if request:
                 self.done.append((request, to_completion(self.policy, *answer)))
             else:
@@ -305,7 +304,7 @@ class ServerSampler(Sampler):
                     server.transfer = self._connect(server.url)
                 server.transfer.send(self.name)
             except (RuntimeError, OSError) as error:  # NCCL's, too
-                raise Lost(_one_line(str(error))) from error
+                raise Lost(safe_line(str(error))) from error
             server.check_at = 0.0  # look again
             return
         if "sampled" in found:
@@ -427,9 +426,9 @@ class ServerSampler(Sampler):
         if not self.has_adapters:
             sampled_from = {part["version"] for part in choice["weight_versions"]}
         if sampled_from != {name}:
-            raise Lost(_one_line(f"it sampled from {', '.join(sampled_from)}, not from {name}"))
+            raise Lost(safe_line(f"it sampled from {', '.join(sampled_from)}, not from {name}"))
         if choice["finish_reason"] not in ("stop", "length"):
-            raise Lost(_one_line(f"it ended a completion: {choice['finish_reason']}"))
+            raise Lost(safe_line(f"it ended a completion: {choice['finish_reason']}"))
         ids = [int(i) for i in choice["token_ids"]]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         if not len(ids) == len(logprobs) > 0 or min(ids) < 0:
@@ -449,13 +448,13 @@ class ServerSampler(Sampler):
                 timeout=httpx.Timeout(timeout, connect=min(timeout, QUICK_S)),
             )  # fmt: skip
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Lost(_one_line(f"{type(error).__name__} {error}")) from None
+            raise Lost(safe_line(f"{type(error).__name__} {error}")) from None
         if response.status_code == 200:
             return response
         words, of_vllm = response.text, False
         with suppress(ValueError, LookupError, TypeError):
             words, of_vllm = response.json()["error"]["message"], True
-        words = _one_line(f"status {response.status_code}: {words}")
+        words = safe_line(f"status {response.status_code}: {words}")
         if response.status_code == 404 and path == SAMPLE and of_vllm:
             raise Lost("it has lost the adapter: it was restarted")
         if response.status_code == 500 and path == "/init_weight_transfer_engine":
@@ -485,14 +484,3 @@ def _noise(policy: Policy) -> Iterator[None]:
         with torch.no_grad():
             for weight, old in zip(weights, before, strict=True):
                 weight.copy_(old)
-
-
-def _api_key() -> str:
-    return os.environ.get("OPENAI_API_KEY", "").strip()
-
-
-def _one_line(text: str) -> str:
-    """`text` in one line of at most 300 characters, without the API key: a server may repeat it."""
-    if _api_key():
-        text = text.replace(_api_key(), "[key]")
-    return " ".join(text.split())[:300]
