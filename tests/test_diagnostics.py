@@ -2,12 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from algorithms import grpo
-from core.config import KNOWN, Config, WarningName, resolve
+from core.config import KNOWN, Config, resolve
 from core.run import diagnostics
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
@@ -187,10 +186,6 @@ class Unrewarded(base.Env):
 
 FLAGS = """--env unrewarded --sft-steps 0 --num-updates 4 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --eval-every 0 --save-every 0 --max-tokens 4 --device cpu""".split()
-
-
-def test_stop_on_takes_every_warning():
-    assert get_args(WarningName) == (*diagnostics.WARNINGS, "any")
 
 
 def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, monkeypatch):

@@ -95,10 +95,6 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     ]
 
 
-def test_every_warning_has_its_place():
-    assert {*doctor.SHOWN_BY} == {*diagnostics.WARNINGS}
-
-
 def test_training_tasks_known_by_heart_are_named():
     rows = [{"update": 0} | evaluation(0.3),
             *(update(n, **{"reward/correct": 0.9}) for n in range(1, 9))]  # fmt: skip

@@ -15,8 +15,8 @@ from core.report import compare, curves, page
 from core.report.page import write_report
 from core.report.summary import final_lines
 from core.run import cli
-from core.run.diagnostics import WARNINGS
 from core.run.folder import config_to_dict
+from core.warning_texts import WARNINGS
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
           "sampler": "auto"}  # fmt: skip
