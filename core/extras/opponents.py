@@ -30,12 +30,11 @@ from core.context import Agent
 from core.episodes import Episode, Wanted
 from core.extras.openai_sampler import OpenAISampler
 from core.faults import UsageError
-from core.policy import Policy
+from core.policy import Policy, borrowed
 from core.pool import EnvCall
 from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.models import load_exported
-from core.run.staleness import borrowed
 from core.sampler import Request, Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task

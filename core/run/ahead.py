@@ -14,8 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from core.faults import Stopped, UsageError
-from core.policy import Policy
-from core.run.staleness import copy_weights
+from core.policy import Policy, copy_weights
 from core.sampler import TorchSampler
 from core.types import Rollout
 from environments import rewarded

@@ -7,13 +7,12 @@ trainer (algorithms/off_policy.py) then corrects for the age too, and gap/* meas
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from core.policy import Policy
+from core.policy import Policy, borrowed, copy_weights
 from core.sampler import Sampler
 
 Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
@@ -43,21 +42,3 @@ def older_weights(
         if not sampled:
             sampler.sync()
     older.append(present)
-
-
-@contextmanager
-def borrowed(weights: Mapping[str, Tensor]) -> Iterator[Weights]:
-    """Inside, the tensors may be changed; on exit they are as before, bit for bit. Yields a copy of
-    what they were."""
-    own = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
-    try:
-        yield own
-    finally:
-        copy_weights(own, weights)
-
-
-@torch.no_grad()
-def copy_weights(source: Weights, into: Mapping[str, Tensor]) -> None:
-    """Gives the tensors of `into` the values of `source`."""
-    for name, weight in into.items():
-        weight.copy_(source[name])
