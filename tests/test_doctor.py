@@ -67,8 +67,8 @@ def test_noise_is_called_noise_and_a_flat_reward_is_explained():
 def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_left_out():
     def records(lag):
         rows = [update(n, **{"gap/canary": lag, "kl/approx": 0.2}) for n in range(1, 9)]
-        rows[2]["warnings"] = {"stale_weights": "it lacks 1 of an update; try --sampler torch"}
-        rows[4]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
+        rows[2]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
+        rows[4]["warnings"] = {"stale_weights": "it lacks 1 of an update; try --sampler torch"}
         return rows
 
     stale, kl = shown(records(1.0))

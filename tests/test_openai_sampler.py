@@ -219,6 +219,12 @@ def test_broken_answer_fails_its_own_request(server, policy, answer, reason, mon
     assert first.error == last.error == "" and re.search(reason, broken.error)
 
 
+def test_an_answer_without_an_end_is_cut(server, policy, monkeypatch):
+    monkeypatch.setattr(openai_sampler, "MAX_CHARACTERS", 5)
+    [completion] = sample(server, policy, [chat("pear")])
+    assert (completion.text, completion.finish_reason) == ("<answ", "length")
+
+
 def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy, monkeypatch):
     server.broken = {"slow": "hang"}
     monkeypatch.setattr(openai_sampler, "TIMEOUT_S", 1.0)
