@@ -7,9 +7,10 @@ import pytest
 
 from algorithms import grpo
 from core.config import KNOWN, Config, resolve
-from core.run import diagnostics
+from core.run import cli, diagnostics
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
+from core.warning_texts import WARNINGS
 from environments import base
 from environments.plumbing import registry
 
@@ -186,6 +187,11 @@ class Unrewarded(base.Env):
 
 FLAGS = """--env unrewarded --sft-steps 0 --num-updates 4 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --eval-every 0 --save-every 0 --max-tokens 4 --device cpu""".split()
+
+
+def test_stop_on_takes_every_warning():
+    names = (*WARNINGS, "any")
+    assert cli.parse(["--stop-on", *names]).stop_on == names
 
 
 def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, monkeypatch):
