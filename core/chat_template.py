@@ -24,10 +24,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from core.faults import UsageError
 from core.types import Message
 from environments.plumbing.text import one_line
-from environments.plumbing.tools import call_text
+from environments.plumbing.tools import END_OF_THOUGHT, THOUGHT, call_text
 
 ROLES = ("system", "user", "assistant", "tool")
-THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
 QUESTION: Message = {"role": "user", "content": "?"}

@@ -39,6 +39,7 @@ from core.algorithm import (
     needs_of,
 )
 from core.faults import UsageError
+from core.warning_texts import WARNINGS
 from environments.plumbing.options import key_value_pairs, read_literal
 from environments.plumbing.registry import EnvSpec, absolute, runs_code
 from environments.rewarded import needs_main_thread
@@ -47,13 +48,10 @@ T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
 Count = Annotated[int, Range(0, 10**6)]
 Steps = Annotated[int, Range(0, 10**9)]
-WarningName = Literal[  # those of core/run/diagnostics.py
-    "entropy_collapse", "reward_without_accuracy", "weights_at_cap", "dead_groups", "kl_runaway",
-    "sampler_gap", "stale_weights", "never_stops", "episodes_cut", "adapters_unchanged",
-    "no_reward", "below_start", "wrong_direction", "mixed_groups", "same_tasks",
-    "tokens_left_out", "loss_weight", "reference_moves", "value_head_frozen", "held_out_seen",
-    "memorized", "any",
-]  # fmt: skip
+if TYPE_CHECKING:
+    WarningName = str
+else:  # the command line takes these, and lists them
+    WarningName = Literal[(*WARNINGS, "any")]
 
 
 @dataclass(frozen=True)

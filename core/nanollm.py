@@ -41,7 +41,7 @@ import torch
 from core import canary, distributed, weight_sharing
 from core.config import is_installed
 from core.faults import UsageError
-from core.policy import Policy
+from core.policy import Policy, borrowed
 from core.process_state import (
     preserve_process_state,
     preserve_random_state,
@@ -365,18 +365,15 @@ class NanoLLM(Sampler):
         words = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         long_prompt = random.Random(0).choices(words, k=length)
         prompts, gaps = [long_prompt[:8], long_prompt], []
-        adapters = [(slot.B, slot.B.clone()) for slot in self.slots]
+        adapters = {str(i): slot.B for i, slot in enumerate(self.slots)}
         generator = torch.Generator().manual_seed(0)
-        for B, _ in adapters:
-            B += PROBE_NOISE * torch.randn(B.shape, generator=generator).to(B.device)
-        try:
+        with borrowed(adapters):
+            for B in adapters.values():
+                B += PROBE_NOISE * torch.randn(B.shape, generator=generator).to(B.device)
             self._sync_cache()
             for prompt, completion in zip(prompts, self.sample(prompts, params), strict=True):
                 ours = canary.score(policy, prompt, completion.token_ids)
                 gaps.append((ours - torch.tensor(completion.logprobs)).abs().mean())
-        finally:
-            for B, unchanged in adapters:
-                B.copy_(unchanged)
         return torch.stack(gaps).max().item()  # NaN if any is
 
 

@@ -7,7 +7,8 @@ core/loading.py loads one.
 """
 
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -168,3 +169,21 @@ def is_quantized(tensor: Any) -> bool:
 def num_weights(parameter: Any) -> int:
     """Number of weights that a parameter stands for."""
     return parameter.quant_state.shape.numel() if is_quantized(parameter) else parameter.numel()
+
+
+@contextmanager
+def borrowed(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Inside, the tensors may be changed; on exit they are as before, bit for bit. Yields a copy of
+    what they were, on the CPU."""
+    own = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+    try:
+        yield own
+    finally:
+        copy_weights(own, weights)
+
+
+@torch.no_grad()
+def copy_weights(source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Gives the tensors of `into` the values of `source`."""
+    for name, weight in into.items():
+        weight.copy_(source[name])

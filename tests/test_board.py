@@ -87,11 +87,11 @@ def test_runs_on_other_terms_are_not_ranked():
     _, rows, left_out = board(runs)
     assert ranks(rows) == [("1", "a"), ("1", "b")]
     assert [line.removeprefix("Not on this board: ") for line in left_out] == [
-        "warm: a warm start of 50 steps, not 0", "tiny: from tiny, not base",
-        "few: 10 held-out tasks, not 256", "easier: trained on adding:digits=1, not adding",
-        "trained: starts at 0.30, not 0.00",
-        "other: environment words, not adding",
-        "never: not evaluated",
+        "warm: warm-start steps 50, not 0", "tiny: from tiny, not base",
+        "few: held-out tasks 10, not 256", "easier: trained on adding:digits=1, not adding",
+        "trained: accuracy before RL 0.30, not 0.00",
+        "other: evaluated on words, not adding",
+        "never: evaluated on nothing, not adding",
     ]  # fmt: skip
 
 

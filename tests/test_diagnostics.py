@@ -2,15 +2,15 @@
 
 import math
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from algorithms import grpo
-from core.config import KNOWN, Config, WarningName, resolve
-from core.run import diagnostics
+from core.config import KNOWN, Config, resolve
+from core.run import cli, diagnostics
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
+from core.warning_texts import WARNINGS
 from environments import base
 from environments.plumbing import registry
 
@@ -190,7 +190,8 @@ FLAGS = """--env unrewarded --sft-steps 0 --num-updates 4 --num-prompts 2 --grou
 
 
 def test_stop_on_takes_every_warning():
-    assert get_args(WarningName) == (*diagnostics.WARNINGS, "any")
+    names = (*WARNINGS, "any")
+    assert cli.parse(["--stop-on", *names]).stop_on == names
 
 
 def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, monkeypatch):

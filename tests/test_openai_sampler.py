@@ -207,13 +207,22 @@ def test_unreachable_server_is_one_line(policy, monkeypatch):
         ((STREAM, event("<answer>3</ans")), "without a finish reason after: '<answer>3</ans'"),
         ((STREAM, event("", "content_filter")), "finish reason 'content_filter'"),
         ((STREAM | {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**6))), "is compressed"),
+        ((STREAM, event("a" * 10**5, "stop")), "has over 99,999 bytes"),
+        ((STREAM, b'data: {"choices": [{"index": 1, "delta": {}}]}\n\n'), "several choices"),
     ],
 )
-def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
+def test_broken_answer_fails_its_own_request(server, policy, answer, reason, monkeypatch):
+    monkeypatch.setattr(openai_sampler, "MAX_BYTES", 99_999)
     server.broken = {"bad": answer}
     first, broken, last = sample(server, policy, [chat("pear"), chat("bad"), chat("cherry")])
     assert (first.text, last.text) == ("<answer>1</answer>", "<answer>2</answer>")
     assert first.error == last.error == "" and re.search(reason, broken.error)
+
+
+def test_an_answer_without_an_end_is_cut(server, policy, monkeypatch):
+    monkeypatch.setattr(openai_sampler, "MAX_CHARACTERS", 5)
+    [completion] = sample(server, policy, [chat("pear")])
+    assert (completion.text, completion.finish_reason) == ("<answ", "length")
 
 
 def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy, monkeypatch):

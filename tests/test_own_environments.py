@@ -169,12 +169,11 @@ def test_what_cannot_be_imported_or_built_is_one_line(place, spec, words):
 def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     place, command, tmp_path, monkeypatch
 ):
-    code, out, err = command("--env", "games.py:Maze:size=4", *SMALL, "--run-name", "a")
+    code, _, err = command("--env", "games.py:Maze:size=4", *SMALL, "--run-name", "a")
     assert code == 0, err
     run = place / "runs/a"
     spec = f"{place}/games.py:Maze:size=4"
     assert yaml.safe_load((run / "config.yaml").read_text())["env"] == [spec]
-    assert "next: python train.py --config runs/a/config.yaml " in out
     other = tmp_path / "other"
     other.mkdir()
     (other / "games.py").write_text("raise OSError('the wrong file')\n")

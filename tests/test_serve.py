@@ -56,9 +56,10 @@ def test_it_answers_as_the_policy_and_keeps_the_conversation(served):
     greedy, again, short = ask(), ask(temperature=0), ask(max_tokens=2)
     text = greedy.choices[0].message.content
     assert "<answer>" in text and again.choices[0].message.content == text
+    assert f"{ask(stop='</answer>').choices[0].message.content}</answer>" == text
     assert short.usage.completion_tokens == 2 and short.choices[0].finish_reason == "length"
     drawn = ask(temperature=1.0, n=4)
-    assert len({c.message.content for c in drawn.choices}) > 1
+    assert len(drawn.choices) == 4 and len({c.message.content for c in drawn.choices}) > 1
     messages += [greedy.choices[0].message, {"role": "user", "content": "And now?"}]
     longer = ask(max_tokens=1)
     assert longer.usage.prompt_tokens > greedy.usage.total_tokens

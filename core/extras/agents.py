@@ -16,7 +16,7 @@ import json
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -122,19 +122,15 @@ def reply(
     completions: list[Completion], rollout: Rollout,
 ) -> None:  # fmt: skip
     """Adds the completions to the rollout and sends the answers. Raises EnvFailure."""
-    choices: dict[Ask, list[Choice]] = defaultdict(list)
     for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
         if completion.error:
             raise EnvFailure(completion.error)
         if not ask.is_waited_for():  # nobody reads it: it is not trained on
             ask.refuse(400, "the client hung up", "invalid_request")
             continue
-        completion = cut_at(known.policy, completion, ask.stop)
         rollout.messages += prompt.new
-        choices[ask].append(known.add(ask, prompt, completion, rollout))
         prompt.new = []
-        if len(choices[ask]) == ask.n:
-            ask.reply(choices[ask], len(prompt.ids))
+        known.answer(ask, prompt, completion, rollout)
 
 
 @dataclass(eq=False)
@@ -145,6 +141,7 @@ class Prompt:
     chat: list[Message]  # as the template renders it, for a server
     new: list[Message]  # what the log has not seen
     key: Key
+    choices: list[Choice] = field(default_factory=list)  # of the answer, so far
 
 
 @dataclass
@@ -234,6 +231,13 @@ class Conversations:
         checksum = zlib.crc32(json.dumps(ids).encode())
         self.asked[checksum] += 1
         return derive_seed(agent, checksum, self.asked[checksum])
+
+    def answer(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> None:
+        """Adds a completion to the answer, and sends that once it has as many as were asked for."""
+        completion = cut_at(self.policy, completion, ask.stop)
+        prompt.choices.append(self.add(ask, prompt, completion, rollout))
+        if len(prompt.choices) == ask.n:
+            ask.reply(prompt.choices, len(prompt.ids))
 
     def add(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> Choice:
         """Makes a turn of a completion, and the answer to the request."""

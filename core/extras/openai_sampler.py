@@ -14,7 +14,6 @@ that is no event stream, breaks or ends without a finish reason, and finish reas
 """
 
 import json
-import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
@@ -22,6 +21,7 @@ from typing import Any
 
 from core.chat_template import content_and_calls
 from core.config import is_installed
+from core.extras.keys import api_key, safe_line, without_keys
 from core.faults import UsageError
 from core.policy import Policy
 from core.sampler import Request, Sampler
@@ -32,11 +32,11 @@ from core.types import Completion, Message
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
 MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
-MAX_STREAM_BYTES, MAX_BODY_BYTES = 1 << 26, 1 << 20  # of an answer: a stream of events, all others
-MIN_KEY = 8  # characters of a value of a header that is taken for a key
+MAX_BYTES = 1 << 26  # of an answer
 WAIT_S = 0.01  # for an answer, in one step
 CONCURRENCY = 8  # requests that are sent at once
 TIMEOUT_S = 600.0  # of one request with its retries; then its episode fails
+PARTS = "content", "refusal", "reasoning_content", "reasoning"  # the last of Ollama
 STOPPED = "stopped"
 SEND = ("", "send")  # the kind of all calls of the threads
 
@@ -54,8 +54,7 @@ class OpenAISampler(Sampler):
     def __init__(self, policy: Policy, base_url: str, model: str):
         if not is_installed("openai"):
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
-        if not (_api_key().isascii() and _api_key().isprintable()):
-            raise UsageError("OPENAI_API_KEY has characters that no header can hold")
+        key = api_key()
         import openai
 
         self.policy, self.base_url, self.model = policy, base_url, model
@@ -64,7 +63,7 @@ class OpenAISampler(Sampler):
         self.threads.slow.add(SEND)  # so each call has a thread
         self.client: Any = openai.OpenAI(
             base_url=base_url,
-            api_key=_api_key() or "none",  # the client requires one
+            api_key=key or "none",  # the client requires one
             timeout=TIMEOUT_S,
             max_retries=MAX_RETRIES,
             http_client=openai.DefaultHttpxClient(
@@ -130,10 +129,10 @@ class OpenAISampler(Sampler):
             text, finish_reason = answer
             token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
         except Exception as e:  # of openai, of its HTTP library, or an answer of another form
-            return self._count_failure(_one_line(e))
+            return self._count_failure(safe_line(_reason(e)))
         self.failures = 0
         if finish_reason not in ("stop", "length"):
-            reason = _without_key(str(finish_reason))
+            reason = without_keys(str(finish_reason))
             return self._failure(f"the completion ended with the finish reason {reason!r:.200}")
         self.works = True
         if text.strip():
@@ -146,8 +145,7 @@ class OpenAISampler(Sampler):
 
     def _answer(self, request: Request) -> tuple[str, str]:
         """The text and the finish reason of one request. Runs in a thread."""
-        text, finish_reason, params = "", "", request.params
-        thought = refusal = ""
+        parts, finish_reason, params = dict.fromkeys(PARTS, ""), "", request.params
         with self.client.chat.completions.create(
             model=self.model, messages=_for_server(request.chat or []), stream=True,
             seed=derive_seed(request.seed, request.stream), max_tokens=request.max_tokens,
@@ -162,24 +160,22 @@ class OpenAISampler(Sampler):
                 if len(choices) > 1 or any(choice.index for choice in choices):
                     raise RequestError("the server sent several choices; one was asked for")
                 for choice in choices:
-                    text += choice.delta.content or ""
-                    refusal = (refusal + str(choice.delta.refusal or ""))[:200]
-                    for name in ("reasoning_content", "reasoning"):  # of vLLM, DeepSeek; of Ollama
-                        thought += str(getattr(choice.delta, name, None) or "")[:1]
+                    for name in PARTS:
+                        parts[name] += getattr(choice.delta, name, None) or ""
                     finish_reason = choice.finish_reason or finish_reason
-                self.latest = _without_key(text)[-80:]
+                text = parts["content"]
+                self.latest = without_keys(text)[-80:]
                 if len(text) > MAX_CHARACTERS:
-                    return _without_key(text[:MAX_CHARACTERS]), "length"
+                    return without_keys(text[:MAX_CHARACTERS]), "length"
+        text, refusal, *thoughts = map(without_keys, parts.values())
         if not finish_reason:
-            raise RequestError(
-                f"the stream ended without a finish reason after: {_without_key(text)[-80:]!r}"
-            )
-        if thought:
+            raise RequestError(f"the stream ended without a finish reason after: {text[-80:]!r}")
+        if any(thoughts):
             self.instead = (": it only thinks, in a field of its own; raise --max-tokens, or "
                             "switch its thinking off at the server")  # fmt: skip
         elif refusal:
-            self.instead = f": it refuses: {_without_key(refusal)!r}"
-        return _without_key(text), finish_reason
+            self.instead = f": it refuses: {refusal[:200]!r}"
+        return text, finish_reason
 
     def _count_failure(self, reason: str) -> Completion:
         self.failures += 1
@@ -225,43 +221,28 @@ def _limit_size(response: Any) -> None:
     bytes could become gigabytes."""
     if response.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("the answer is compressed, which was not asked for")
-    is_stream = "event-stream" in response.headers.get("content-type", "")
-    limit, read = MAX_STREAM_BYTES if is_stream else MAX_BODY_BYTES, response.iter_raw
+    read = response.iter_raw
 
     def limited(chunk_size: int | None = None) -> Iterator[bytes]:
         size = 0
         for part in read(chunk_size):
             size += len(part)
-            if size > limit:
-                raise RequestError(f"the answer has over {limit:,} bytes")
+            if size > MAX_BYTES:
+                raise RequestError(f"the answer has over {MAX_BYTES:,} bytes")
             yield part
 
     response.iter_raw = limited
 
 
-def _api_key() -> str:
-    return os.environ.get("OPENAI_API_KEY", "").strip()
-
-
 def _failed(reason: str) -> Completion:
-    return Completion([], [], "", "stop", error=_without_key(reason))
+    return Completion([], [], "", "stop", error=without_keys(reason))
 
 
-def _without_key(text: str) -> str:
-    """`text` without the API key and those in OPENAI_CUSTOM_HEADERS: a server may repeat them."""
-    headers = os.environ.get("OPENAI_CUSTOM_HEADERS", "").splitlines()
-    own = [word for line in headers for word in line.split()[-1:] if len(word) >= MIN_KEY]
-    for key in filter(None, (_api_key(), *own)):
-        text = text.replace(key, "[key]")
-    return text
-
-
-def _one_line(error: Exception) -> str:
-    """Says why a request failed, in one line and without the API key."""
+def _reason(error: Exception) -> str:
+    """Says why a request failed."""
     import openai
 
     if isinstance(error, openai.APIStatusError):
-        reason = f"status {error.status_code}: {error.response.text}"
-    else:  # the cause of a connection error says more than the error itself
-        reason = str(error.__cause__ or "") or str(error) or type(error).__name__
-    return " ".join(_without_key(reason).split())[:200]
+        return f"status {error.status_code}: {error.response.text}"
+    # the cause of a connection error says more than the error itself
+    return str(error.__cause__ or "") or str(error) or type(error).__name__

@@ -28,9 +28,8 @@ from core.config import Config, older_interval, opponents
 from core.context import Agent
 from core.episodes import Episode, Wanted
 from core.faults import UsageError
-from core.policy import Policy
+from core.policy import Policy, borrowed
 from core.pool import EnvCall
-from core.run import staleness
 from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.models import load_exported
@@ -138,12 +137,9 @@ class Opponents:
             raise UsageError(f"{folder}: this older copy {fault}")
         self.intact.add(copy)
         parameters = replace(self.policy, value_head=None).trainable()
-        own = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
-        try:
+        with borrowed(parameters):
             copy_weights(folder, parameters)
             yield
-        finally:
-            staleness.copy_weights(own, parameters)
 
     def _folder(self, copy: int) -> Path:
         return self.folder / "opponents" / f"{copy:06d}"

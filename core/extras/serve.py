@@ -19,12 +19,12 @@ from torch import Tensor
 
 from core.config import Config
 from core.extras import chat
-from core.extras.agents import Conversations, Prompt, cut_at, differences, matcher
+from core.extras.agents import Conversations, Prompt, differences, matcher
 from core.faults import UsageError
 from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler, draw
 from core.types import Rollout
-from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
+from environments.adapters.endpoint import Ask, Endpoint, Refused
 
 POLL = 0.1  # seconds
 MAX_TURNS = 10_000  # whose ids are kept; then all are forgotten, and rendered again
@@ -68,7 +68,6 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
     speaker.collector.pool.threads.say = chat._note
     say_once = speaker.collector.pool.threads.say_once
     running = dict[Request, tuple[Ask, Prompt, SamplingParams]]()
-    choices = dict[Ask, list[Choice]]()
 
     def draw_each(logits: Tensor, _: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
         wanted = [running[partial.request][2] for partial in sampler.batch]
@@ -89,7 +88,7 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                     known = Conversations(renderer)
                     endpoint.only.responses.clear()
                 params, prompt = params_of(ask, cfg, policy.max_length), known.prompt(ask)
-                choices[ask], seed = [], ask.body.get("seed")
+                seed = ask.body.get("seed")
                 for wanted in differences(ask, params):
                     if not wanted.startswith(("seed", "temperature", "top_p")):  # it follows these
                         say_once(f"a request sets {wanted}: it is answered as the run samples")
@@ -104,14 +103,10 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                     sampler.add(request)
                     running[request] = ask, prompt, params
             except (UsageError, TypeError, RecursionError, Refused) as error:
-                choices.pop(ask, None)
                 ask.refuse(400, str(error), getattr(error, "code", "invalid_request"))
         for request, completion in sampler.step() if running else []:
             ask, prompt, _ = running.pop(request)
-            completion = cut_at(policy, completion, ask.stop)
-            choices[ask].append(known.add(ask, prompt, completion, Rollout("", "", 0, 0)))
-            if len(choices[ask]) == ask.n:
-                ask.reply(choices.pop(ask), len(prompt.ids))
+            known.answer(ask, prompt, completion, Rollout("", "", 0, 0))
 
 
 def params_of(ask: Ask, cfg: Config, max_tokens: int) -> SamplingParams:

@@ -21,7 +21,6 @@ waits, then ends. The key of the servers is in the environment variable OPENAI_A
 in no file and no message.
 """
 
-import os
 import shutil
 import uuid
 from collections import deque
@@ -39,9 +38,10 @@ import torch
 from core import canary, distributed
 from core.config import server_urls
 from core.extras import weight_transfer
+from core.extras.keys import api_key, safe_line
 from core.faults import NoServer, UsageError
 from core.nanollm import MAX_GAP, PROBE_NOISE
-from core.policy import Policy
+from core.policy import Policy, borrowed
 from core.sampler import Request, Sampler, completion_limit, to_completion
 from core.seeds import derive_seed
 from core.threads import Threads, TimeLimit
@@ -100,8 +100,7 @@ class ServerSampler(Sampler):
     """
 
     def __init__(self, policy: Policy, base_url: str, adapter_folder: str):
-        if not (_api_key().isascii() and _api_key().isprintable()):
-            raise UsageError("OPENAI_API_KEY has characters that no header can hold")
+        key = api_key()
         self.policy, self.folder = policy, Path(adapter_folder).absolute()
         self.has_adapters = policy.lora_rank > 0
         if not self.has_adapters:
@@ -121,7 +120,7 @@ class ServerSampler(Sampler):
         self.threads = Threads(threads, self.limit, interrupts=False)
         self.threads.slow.add(CALL)  # so each call has a thread
         self.client = httpx.Client(
-            headers={"Authorization": f"Bearer {_api_key()}"} if _api_key() else {},
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=False,
             follow_redirects=False,  # to no other host
             # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
@@ -259,7 +258,7 @@ class ServerSampler(Sampler):
             if isinstance(error, (Lost, TimeLimit, UsageError)):
                 raise error
             if error is not None:  # JSON of another form, or no JSON
-                raise Lost(_one_line(f"no answer of vLLM's: {type(error).__name__} {error}"))
+                raise Lost(safe_line(f"no answer of vLLM's: {type(error).__name__} {error}"))
             if request:
                 self.done.append((request, to_completion(self.policy, *answer)))
             else:
@@ -303,7 +302,7 @@ class ServerSampler(Sampler):
                     server.transfer = self._connect(server.url)
                 server.transfer.send(self.name)
             except (RuntimeError, OSError) as error:  # NCCL's, too
-                raise Lost(_one_line(str(error))) from error
+                raise Lost(safe_line(str(error))) from error
             server.check_at = 0.0  # look again
             return
         if "sampled" in found:
@@ -425,9 +424,9 @@ class ServerSampler(Sampler):
         if not self.has_adapters:
             sampled_from = {part["version"] for part in choice["weight_versions"]}
         if sampled_from != {name}:
-            raise Lost(_one_line(f"it sampled from {', '.join(sampled_from)}, not from {name}"))
+            raise Lost(safe_line(f"it sampled from {', '.join(sampled_from)}, not from {name}"))
         if choice["finish_reason"] not in ("stop", "length"):
-            raise Lost(_one_line(f"it ended a completion: {choice['finish_reason']}"))
+            raise Lost(safe_line(f"it ended a completion: {choice['finish_reason']}"))
         ids = [int(i) for i in choice["token_ids"]]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
         if not len(ids) == len(logprobs) > 0 or min(ids) < 0:
@@ -447,13 +446,13 @@ class ServerSampler(Sampler):
                 timeout=httpx.Timeout(timeout, connect=min(timeout, QUICK_S)),
             )  # fmt: skip
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Lost(_one_line(f"{type(error).__name__} {error}")) from None
+            raise Lost(safe_line(f"{type(error).__name__} {error}")) from None
         if response.status_code == 200:
             return response
         words, of_vllm = response.text, False
         with suppress(ValueError, LookupError, TypeError):
             words, of_vllm = response.json()["error"]["message"], True
-        words = _one_line(f"status {response.status_code}: {words}")
+        words = safe_line(f"status {response.status_code}: {words}")
         if response.status_code == 404 and path == SAMPLE and of_vllm:
             raise Lost("it has lost the adapter: it was restarted")
         if response.status_code == 500 and path == "/init_weight_transfer_engine":
@@ -471,26 +470,10 @@ def _noise(policy: Policy) -> Iterator[None]:
     multiplied by about 1: mistakes in what a server gets then show in its log-probs."""
     generator = torch.Generator(policy.device).manual_seed(0)
     named = policy.model.named_parameters()
-    weights = [w for name, w in named if "lora_B" in name or not policy.lora_rank]
-    before = [weight.detach().to("cpu", copy=True) for weight in weights]
-    try:
+    weights = {n: w for n, w in named if "lora_B" in n or not policy.lora_rank}
+    with borrowed(weights):
         with torch.no_grad():
-            for weight in weights:
+            for weight in weights.values():
                 noise = torch.empty_like(weight).normal_(std=PROBE_NOISE, generator=generator)
                 weight += noise if policy.lora_rank else weight * noise
         yield
-    finally:
-        with torch.no_grad():
-            for weight, old in zip(weights, before, strict=True):
-                weight.copy_(old)
-
-
-def _api_key() -> str:
-    return os.environ.get("OPENAI_API_KEY", "").strip()
-
-
-def _one_line(text: str) -> str:
-    """`text` in one line of at most 300 characters, without the API key: a server may repeat it."""
-    if _api_key():
-        text = text.replace(_api_key(), "[key]")
-    return " ".join(text.split())[:300]

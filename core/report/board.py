@@ -14,29 +14,18 @@ with another seed, a run differs by more.
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from core.faults import UsageError
-from core.report.summary import algorithm_title, minutes
+from core.report.summary import algorithm_title, minutes, sampled_tokens
 from core.results import accuracy_of, before_after
 from core.run.log import Record
 
 TOLERANCE = 1.05  # of the budget
 HEADERS = ["rank", "run", "algorithm", "held-out accuracy [95%]", "sampled tokens", "minutes"]
-
-
-@dataclass
-class Entry:
-    """A run on the board, at its last evaluation within the budget."""
-
-    name: str
-    algorithm: str
-    evaluation: Record  # eval/{env}/accuracy, ci_low, ci_high
-    tokens: int  # sampled until then
-    minutes: float
-    has_later: bool = False  # evaluations, beyond the budget
+Terms = tuple[tuple[str, Any], ...]  # what each is called, and its value
+NOT_EVALUATED = ("evaluated on", "nothing")
 
 
 def board(
@@ -52,36 +41,34 @@ def board(
     terms = [terms_of(*run[1:], model) for run, model in zip(runs, models, strict=True)]
     budgets = [config["max_sampled_tokens"] for _, config, _ in runs]
     entered = [(term, tokens) for term, tokens in zip(terms, budgets, strict=True)
-               if term[0] and tokens]  # fmt: skip
+               if term[0] != NOT_EVALUATED and tokens]  # fmt: skip
     if not entered:
         raise UsageError("no run has an evaluation and a budget, which --max-sampled-tokens sets")
-    common = Counter(term for term, _ in entered).most_common(1)[0][0]
-    budget = Counter(tokens for term, tokens in entered if term == common).most_common(1)[0][0]
-    env, tasks, model = common[:3]
-    compared = [run for run, term in zip(runs, terms, strict=True) if term == common]
-    entries = [entry_of(*run, env, budget) for run in compared]
-    entries.sort(key=lambda entry: -entry.evaluation[f"eval/{env}/accuracy"])
-    rows, first, rank = list[list[str]](), entries[0], 1
-    for place, entry in enumerate(entries, 1):
-        if is_better(first.evaluation, entry.evaluation, env):
-            first, rank = entry, place
-        rows.append([str(rank), entry.name, entry.algorithm, accuracy_of(env, entry.evaluation),
-                     f"{entry.tokens:,}", f"{entry.minutes:.1f}"])  # fmt: skip
-    why: dict[str, list[str]] = {}
-    for run, term in zip(runs, terms, strict=True):
+    common, budget = Counter(entered).most_common(1)[0][0]
+    env, tasks, model = (value for _, value in common[:3])
+    accuracy = f"eval/{env}/accuracy"
+    compared, beyond, why = [], list[str](), dict[str, list[str]]()
+    for (folder, config, records), term in zip(runs, terms, strict=True):
         if term != common:
-            why.setdefault(difference(term, common), []).append(run[0].name)
+            why.setdefault(difference(term, common), []).append(folder.name)
+            continue
+        within = until_budget(records, accuracy, budget)
+        compared.append((folder.name, config, within))
+        if any(accuracy in record for record in records[len(within) :]):
+            beyond.append(folder.name)
+    compared.sort(key=lambda run: -run[2][-1][accuracy])
+    rows, first, rank = list[list[str]](), compared[0][2][-1], 1
+    for place, (name, config, within) in enumerate(compared, 1):
+        if is_better(first, within[-1], env):
+            first, rank = within[-1], place
+        rows.append([str(rank), name, algorithm_title(config), accuracy_of(env, within[-1]),
+                     f"{sampled_tokens(within):,}", f"{minutes(within):.1f}"])  # fmt: skip
     lines = [f"Not on this board: {', '.join(names)}: {reason}" for reason, names in why.items()]
-    if beyond := [entry.name for entry in entries if entry.has_later]:
+    if beyond:
         lines.append(f"{', '.join(beyond)}: the last evaluation within the budget counts; later "
                      "ones had sampled more tokens")  # fmt: skip
     title = f"{env}, {tasks} held-out tasks, {budget:,} sampled tokens, all from {model}"
     return title, rows, lines
-
-
-# environment, held-out tasks, name of the model, environments of training, SFT steps, accuracy
-# before RL
-Terms = tuple[str, int, str, str, int, str]
 
 
 def names_of_models(ids: list[str]) -> list[str]:
@@ -102,43 +89,35 @@ def terms_of(config: dict[str, Any], records: list[Record], model: str) -> Terms
     """What the runs of a board have in common. The held-out tasks follow from the environment and
     their number (core/tasks.py), whatever the seed of the run."""
     evaluated = before_after(records)
-    env, first = evaluated[0][:2] if evaluated else ("", {})
-    start = f"{first[f'eval/{env}/accuracy']:.2f}" if evaluated else ""
-    trained = " ".join(config["env"])
-    return env, config["eval_num_tasks"], model, trained, config["sft_steps"], start
+    if not evaluated:
+        return (NOT_EVALUATED,)
+    env, first, _ = evaluated[0]
+    return (
+        ("evaluated on", env), ("held-out tasks", config["eval_num_tasks"]), ("from", model),
+        ("trained on", " ".join(config["env"])), ("warm-start steps", config["sft_steps"]),
+        ("accuracy before RL", f"{first[f'eval/{env}/accuracy']:.2f}"),
+    )  # fmt: skip
 
 
-def difference(term: Terms, common: Terms) -> str:
+def difference(terms: Terms, common: Terms) -> str:
     """Why a run is not on the board.
 
-    >>> difference(("a", 256, "tiny", "a", 50, "0.90"), ("a", 256, "tiny", "a", 0, "0.40"))
-    'a warm start of 50 steps, not 0'
+    >>> difference((("from", "base"), ("steps", 50)), (("from", "base"), ("steps", 0)))
+    'steps 50, not 0'
     """
-    if not term[0]:
-        return "not evaluated"
-    names = (
-        "environment {}, not {}|{} held-out tasks, not {}|from {}, not {}|trained on {}, not {}|"
-    )
-    names += "a warm start of {} steps, not {}|starts at {}, not {}"
-    texts = zip(names.split("|"), term, common, strict=True)
-    return next(text.format(its, theirs) for text, its, theirs in texts if its != theirs)
+    pairs = zip(terms, common, strict=False)
+    return next(f"{name} {its}, not {theirs}" for (name, its), (_, theirs) in pairs
+                if its != theirs)  # fmt: skip
 
 
-def entry_of(
-    folder: Path, config: dict[str, Any], records: list[Record], env: str, budget: int
-) -> Entry:
-    """The run at its last evaluation within the budget; the first is always within it."""
-    tokens, entry = 0, None
-    for i, record in enumerate(records):
+def until_budget(records: list[Record], accuracy: str, budget: int) -> list[Record]:
+    """The records up to the last evaluation within the budget; the first is always within it."""
+    tokens, within = 0, list[Record]()
+    for end, record in enumerate(records, 1):
         tokens += record.get("tokens/sampled") or 0
-        if f"eval/{env}/accuracy" not in record:
-            continue
-        if entry is not None and tokens > TOLERANCE * budget:
-            return replace(entry, has_later=True)
-        entry = Entry(folder.name, algorithm_title(config), record, tokens,
-                      minutes(records[: i + 1]))  # fmt: skip
-    assert entry is not None, "terms_of found an evaluation"
-    return entry
+        if accuracy in record and (not within or tokens <= TOLERANCE * budget):
+            within = records[:end]
+    return within
 
 
 def is_better(one: Record, other: Record, env: str) -> bool:

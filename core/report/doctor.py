@@ -19,26 +19,13 @@ from core.results import before_after
 from core.run import cli, diagnostics
 from core.run.folder import quoted, read_settings
 from core.run.log import METRICS, ROLLOUTS, Record, iter_records, read_records
+from core.warning_texts import WARNINGS
 from environments.plumbing.registry import relative
 from environments.plumbing.text import printable
 
 MAX_FINDINGS = 3
 CLEAR = 0.05  # McNemar's p below which accuracy has changed
 MAX_DIFFERENCE = 0.2  # of the fractions correct in training and on held-out tasks
-# the warnings, what makes all other numbers meaningless first, and the metric that shows each
-SHOWN_BY = {
-    "stale_weights": "gap/canary", "sampler_gap": "gap/logprob_mean",
-    "weights_at_cap": "weights/capped", "adapters_unchanged": "lora/zero_fraction",
-    "loss_weight": "loss/weight", "tokens_left_out": "tokens/trained",
-    "mixed_groups": "groups/openings", "wrong_direction": "update/direction",
-    "reference_moves": "kl/reference", "value_head_frozen": "value/loss",
-    "same_tasks": "groups/repeated", "held_out_seen": "Held-out accuracy",
-    "no_reward": "Reward per rollout", "reward_without_accuracy": "reward/correct",
-    "below_start": "reward/mean", "memorized": "sft/loss",
-    "dead_groups": "groups/zero_std_fraction", "kl_runaway": "kl/approx",
-    "never_stops": "length/hit_token_limit", "episodes_cut": "episodes/truncated",
-    "entropy_collapse": "policy/entropy",
-}  # fmt: skip
 
 
 class Finding(NamedTuple):
@@ -58,7 +45,7 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
         return []
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
     found, outcome = _current_warnings(run_dir, records, spec), _outcomes(run_dir, records)
-    if any(finding.picture == SHOWN_BY["no_reward"] for finding in found):
+    if any(finding.picture == WARNINGS["no_reward"][2] for finding in found):
         outcome = []  # it follows
     if not found and not any(finding.text.startswith("It learns") for finding in outcome):
         outcome += _flat(config, records)
@@ -67,22 +54,24 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
 
 def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[Finding]:
     """The warnings of the log that still hold at its end, with their numbers there."""
-    inputs, logged = [*map(diagnostics.warning_inputs, records)], logged_warnings(records)
+    inputs = [*map(diagnostics.warning_inputs, records)]
+    logged = {name: (updates, message) for name, updates, message in logged_warnings(records)}
     # --dtype auto does not say how large rounding is; in float32 the message names a lower limit
-    exact = any(f"above {diagnostics.MAX_GAP_FLOAT32:g};" in message for *_, message in logged)
+    limit = f"above {diagnostics.MAX_GAP_FLOAT32:g};"
+    exact = any(limit in message for _, message in logged.values())
     cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto")
     held = diagnostics.active_warnings(inputs, cfg)
     found = []
-    for name, updates, message in logged:
-        if name in held and name in diagnostics.WARNINGS:
-            meaning, _ = diagnostics.WARNINGS[name]
+    for name, (meaning, _, picture) in WARNINGS.items():
+        if name in held and name in logged:
+            updates, message = logged[name]
             number, advice = held[name].partition("; try ")[0], message.partition("; try ")[2]
             text = f"{meaning[:1].upper()}{meaning[1:]}: {number} ({name}, update {updates[-1]})"
             if name == "no_reward":
                 text = f"{number[:1].upper()}{number[1:]}{_example(run_dir)}"
                 advice = advice.partition("; else ")[0].replace("SPEC", spec)
-            found.append((list(SHOWN_BY).index(name), Finding(text, SHOWN_BY[name], advice)))
-    return [finding for _, finding in sorted(found)]
+            found.append(Finding(text, picture, advice))
+    return found
 
 
 def _example(run_dir: Path) -> str:

@@ -25,9 +25,9 @@ from core.report.summary import (
     tokens_to_target,
 )
 from core.results import before_after
-from core.run import diagnostics
 from core.run.files import published
 from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
+from core.warning_texts import WARNINGS
 from environments.plumbing.registry import EnvSpec, meanings
 from environments.plumbing.text import printable_json
 
@@ -136,7 +136,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
                 "name": name,
                 "updates": updates,
                 "message": message,
-                "meaning": diagnostics.WARNINGS.get(name, ("", ""))[0],
+                "meaning": WARNINGS.get(name, ("",))[0],
             }
             for name, updates, message in logged_warnings(records)
         ],

@@ -10,12 +10,10 @@ from core.algorithm import is_file, name_of, title_of
 from core.config import Config, resolve, trust_flags, validate
 from core.faults import UsageError
 from core.results import accuracy_of, before_after
-from core.run.diagnostics import earned_nothing
 from core.run.files import published
 from core.run.folder import quoted, read_config, train_command
 from core.run.log import METRICS, Record, read_records
-from core.tasks import check_demonstrations, training_envs
-from environments.plumbing.registry import EnvSpec, relative
+from environments.plumbing.registry import EnvSpec
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
 
@@ -117,27 +115,22 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
 
 
 def next_step(run_dir: Path, records: list[Record]) -> str:
-    """Returns a command to go on with, which has the settings of the run but for one.
+    """Returns a command to go on with.
 
-    After an evaluation alone, training. Without any reward, a warm start or a check of the
-    environment. After exercises of scratch.py that did not learn, their check. Otherwise GRPO, then
-    PPO, then other seeds: no suggestion leads back.
+    After an evaluation alone, training. Where accuracy has not risen, what the run shows, or of
+    exercises of scratch.py their check. Otherwise the same with GRPO, then with PPO, then with
+    other seeds: no suggestion leads back.
     """
     file = run_dir / "config.yaml"
     cfg = read_config(file, trust=True)
     again = ["--config", str(file), *trust_flags(vars(cfg), file)]
-    is_scratch = name_of(cfg.algo) == "scratch"
     if cfg.num_updates == 0:
         return train_command(*again, "--num-updates", str(Config.num_updates))
-    if earned_nothing(records) and not is_scratch:
-        with suppress(UsageError):
-            check_demonstrations(training_envs(cfg.env, cfg.train_difficulty))
-            if cfg.sft_steps == 0:
-                return train_command(*again, "--sft-steps", "200")
-        return quoted(["python", "-m", "environments", "check", relative(cfg.env[0])])
     keys = [(first, last, f"eval/{env}/accuracy") for env, first, last in before_after(records)]
-    if is_scratch and keys and not any(last[key] > first[key] for first, last, key in keys):
-        return quoted(["python", cfg.algo if is_file(cfg.algo) else "scratch.py"])
+    if keys and not any(last[key] > first[key] for first, last, key in keys):
+        if name_of(cfg.algo) == "scratch":
+            return quoted(["python", cfg.algo if is_file(cfg.algo) else "scratch.py"])
+        return quoted(["python", "-m", "core.report.doctor", str(run_dir)])
     others = {"grpo": ["ppo"], "ppo": []}.get(name_of(cfg.algo), ["grpo", "ppo"])
     usual: dict[str, Any] = {"options": Config.options, "credit": Config.credit}
     for algo in others:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from copy import deepcopy
 
 from core.faults import Stopped
-from core.policy import Policy
+from core.policy import Policy, copy_weights
 from core.run.interrupt import Interrupt
-from core.run.staleness import Weights, copy_weights
+from core.run.staleness import Weights
 from core.types import Rollout
 
 Collected = tuple[list[Rollout], list[Rollout]]  # as `collect_rollouts` of train.py returns them

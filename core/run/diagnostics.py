@@ -2,11 +2,11 @@
 
 They are computed from the records and the settings alone, so a resumed run raises the same
 warnings at the same updates. `active_warnings` asks the functions below, each of which returns ""
-or what was measured. A missing metric is NaN, and every comparison with NaN is false: hence
-conditions such as `not x < limit`. runs/clinic has twenty faults and the warnings that they raise.
-Some warnings watch what a correct loop does by construction: sampler and trainer give a token the
-same log-prob, a group has one task, the token weights of a loss add up to 1. These name a fault in
-two or three updates.
+or what was measured; core/warning_texts.py has what that means and what to try. A missing metric is
+NaN, and every comparison with NaN is false: hence conditions such as `not x < limit`. runs/clinic
+has twenty faults and the warnings that they raise. Some warnings watch what a correct loop does by
+construction: sampler and trainer give a token the same log-prob, a group has one task, the token
+weights of a loss add up to 1. These name a fault in two or three updates.
 """
 
 import itertools
@@ -15,108 +15,9 @@ import statistics
 
 from core.config import KNOWN, Config, needs
 from core.run.log import Record
+from core.warning_texts import WARNINGS
 
 CONFIG = Config(lr=5e-5)  # where no settings are given
-# name: (what it means, what to try)
-WARNINGS = {
-    "entropy_collapse": (
-        "the policy is almost deterministic but does not solve its tasks: it no longer explores",
-        "--entropy-coef 0.01, a lower --lr, a higher --temperature, or an earlier checkpoint",
-    ),
-    "reward_without_accuracy": (
-        "reward rises while accuracy falls: the policy exploits the reward or memorizes the tasks",
-        "reading the rollouts with the highest return in report.html, a stricter reward, --kl-coef,"
-        " more tasks",
-    ),
-    "weights_at_cap": (
-        "many tokens have an importance weight beyond its cap: sampler and trainer give them"
-        " different probabilities",
-        "the same --dtype on both sides (float32 to find out), --top-p 1 --top-k 0",
-    ),
-    "dead_groups": (
-        "in most groups all rollouts have the same return, so their advantages and gradients are 0",
-        "a warm start (--sft-steps) where the policy never succeeds, easier tasks, "
-        "--curriculum 0.8, --filter-groups 3, a larger --group-size",
-    ),
-    "kl_runaway": (
-        "the policy changes too much in one update, or is too far from the reference policy",
-        "a lower --lr, fewer --num-epochs, a narrower clip, a higher --kl-coef",
-    ),
-    "sampler_gap": (
-        "sampler and trainer give the same tokens different log-probs: their tokens, weights or"
-        " precision differ",
-        "--sampler torch, --dtype float32, --top-p 1 --top-k 0 to find which side is wrong",
-    ),
-    "stale_weights": (
-        "the sampler has older weights than the trainer, so the policy learns from what another one"
-        " did",
-        "looking at what the sync sends, adapters included, and whether the sampler's prefix cache "
-        "is emptied after it; --sampler torch",
-    ),
-    "never_stops": (
-        "nearly every completion ends at the token limit, so hardly any is a finished answer",
-        "a higher --max-tokens, a warm start with --sft-steps, or a model that ends its turns (a"
-        " base model without a chat template often does not)",
-    ),
-    "episodes_cut": (
-        "many episodes are cut before their end, so their returns lack what would have followed",
-        "a higher --max-turns or --max-model-len, or a higher limit of the environment",
-    ),
-    "adapters_unchanged": (
-        "LoRA adapters are still exactly 0 after gradient steps: their layers do not learn",
-        "--lora-rank 0, or another model: some of its layers do not take part in its output",
-    ),
-    "no_reward": (
-        "no rollout has earned a reward, so there is nothing that training could make likelier",
-        "reading in report.html what the model answers and what the environment rewards; if right"
-        " answers earn nothing, an error that the reward's code catches (signal.alarm raises in all"
-        " threads but the main one); else a reward for a part of the task, easier tasks, a warm"
-        " start with --sft-steps or --algo sdpo where there are demonstrations, or a better model",
-    ),
-    "below_start": (
-        "the policy has become clearly worse than it was before the first gradient step",
-        "a lower --lr than {lr:g}, from an earlier checkpoint or from the start",
-    ),
-    "wrong_direction": (
-        "the update does not make the rollouts likelier that earned more than their group",
-        "printing a few rollouts with their advantages: the sign of the loss, and the order of"
-        " rollouts and rewards, such as after a shuffle or a gather",
-    ),
-    "mixed_groups": (
-        "rollouts of different tasks are compared with each other as one group",
-        "drawing a task once and repeating it for its group: 1 1 2 2, not 1 2 1 2; an environment"
-        " whose reset(seed) depends on nothing else",
-    ),
-    "same_tasks": (
-        "every update has the same tasks",
-        "a seed of tasks that depends on the update, and more data",
-    ),
-    "tokens_left_out": (
-        "the loss has other tokens than those that the policy sampled",
-        "looking for the end token in the mask: where it is also the token of the padding, a mask"
-        " made of ids loses it; make the mask of lengths",
-    ),
-    "loss_weight": (
-        "the token weights of a gradient step add up to more than 1, so the gradient is larger",
-        "one denominator for the whole step, computed before its micro-batches",
-    ),
-    "reference_moves": (
-        "the reference is as close to the policy as before training: it changes with it",
-        "a reference that is a copy, made before the first step, and in no optimizer",
-    ),
-    "value_head_frozen": (
-        "the value head still predicts 0 everywhere: no step trains it",
-        "an optimizer that is made after the value head and holds its weights; --ppo.value-coef",
-    ),
-    "held_out_seen": (
-        "tasks of the evaluation were trained on, so their accuracy also counts what was memorized",
-        "other seeds or rows for --eval-env, and removing duplicates from the data",
-    ),
-    "memorized": (
-        "the policy knows the demonstrations by heart but not how to solve other tasks",
-        "demonstrations of more different tasks, or fewer --sft-steps",
-    ),
-}
 EQUAL_REWARDS = ("reading what the reward depends on (python -m environments check SPEC), or harder"
                  " tasks if all answers are right")  # fmt: skip
 ADVICE = {  # what to try with these models if no reward was earned
@@ -235,16 +136,9 @@ def active_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, st
         "value_head_frozen": _value_head_frozen(recent),
         "held_out_seen": _held_out_seen(records[-1], cfg),
     }
-    tries = {name: what.format(lr=cfg.lr or 0) for name, (_, what) in WARNINGS.items()}
+    tries = {name: what.format(lr=cfg.lr or 0) for name, (_, what, _) in WARNINGS.items()}
     tries |= {"no_reward": advice} | ({"dead_groups": EQUAL_REWARDS} if equal else {})
     return {name: f"{found}; try {tries[name]}" for name, found in findings.items() if found}
-
-
-def earned_nothing(records: list[Record]) -> bool:
-    """Whether in every update so far all returns were equal, and none was above 0."""
-    updates = _updates(records)
-    nothing = [_finite(r, "reward/min") == _finite(r, "reward/max") <= 0 for r in updates]
-    return bool(nothing) and all(nothing)
 
 
 def warning_inputs(record: Record) -> Record:
@@ -398,14 +292,16 @@ def _never_spread(records: list[Record]) -> str:
 
 
 def _no_reward(records: list[Record]) -> str:
-    updates = len(_updates(records))
-    if updates < MIN_UPDATES or not earned_nothing(records):
+    """In every update so far all returns were equal, and none was above 0."""
+    updates = _updates(records)
+    nothing = [_finite(r, "reward/min") == _finite(r, "reward/max") <= 0 for r in updates]
+    if len(updates) < MIN_UPDATES or not all(nothing):
         return ""
     broken = mean_of(records[-WINDOW:], "info/agent_error")
     ended = f"; {broken:.0%} of the agents ended with an error" if broken > 0 else ""
     cut = _level(records[-WINDOW:], "length/hit_token_limit")
     ended += f"; {cut:.0%} of completions end at --max-tokens" if cut > 0.5 else ""
-    return f"no rollout has earned a reward in all {updates} updates so far{ended}"
+    return f"no rollout has earned a reward in all {len(updates)} updates so far{ended}"
 
 
 def _sampler_gap(recent: list[Record], cfg: Config) -> str:

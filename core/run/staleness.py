@@ -7,13 +7,12 @@ trainer (algorithms/off_policy.py) then corrects for the age too, and gap/* meas
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from core.policy import Policy
+from core.policy import Policy, borrowed, copy_weights
 from core.sampler import Sampler
 
 Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
@@ -33,22 +32,13 @@ def older_weights(
         yield
         return
     weights = policy.trainable()
-    present = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
-    if sampled:
-        yield
-    else:
-        copy_weights(older[0] if older else present, weights)
-        sampler.sync()
-        try:
+    try:
+        with borrowed(weights) as present:
+            if not sampled:
+                copy_weights(older[0] if older else present, weights)
+                sampler.sync()
             yield
-        finally:
-            copy_weights(present, weights)
+    finally:
+        if not sampled:
             sampler.sync()
     older.append(present)
-
-
-@torch.no_grad()
-def copy_weights(source: Weights, into: Mapping[str, Tensor]) -> None:
-    """Gives the tensors of `into` the values of `source`."""
-    for name, weight in into.items():
-        weight.copy_(source[name])
