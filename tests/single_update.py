@@ -12,6 +12,7 @@ import train
 from core.loop.run import Run
 from core.optimizer import make_optimizer
 from core.run import checkpoint
+from core.run.ahead import Ahead
 
 
 def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
@@ -35,7 +36,7 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         yield OneUpdate(
             cfg, policy, optimizer, collector=None, sampler=sampler, evaluator=evaluator,
             outputs=SimpleNamespace(folder=None), display=None, interrupt=None,
-            progress=checkpoint.START.copy(),
+            ahead=Ahead(None), progress=checkpoint.START.copy(),
         )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)

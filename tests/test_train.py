@@ -21,6 +21,7 @@ import train
 from core.faults import UsageError
 from core.loop.run import Run
 from core.run import checkpoint
+from core.run.ahead import Ahead
 from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry
@@ -258,7 +259,7 @@ def test_evaluations_are_frequent_at_first():
     run = Quiet(
         train.Config(num_updates=13, eval_every=10), policy=None, optimizer=None, collector=None,
         sampler=None, evaluator=evaluator, outputs=None, display=None, interrupt=None,
-        progress=checkpoint.START.copy(),
+        ahead=Ahead(None), progress=checkpoint.START.copy(),
     )  # fmt: skip
     run.canary, run.started_at, run.sampled_at = ({}, None), 0.0, 0.0
     for update in range(1, 14):
