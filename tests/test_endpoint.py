@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from environments.adapters import endpoint as module
 from environments.adapters.endpoint import MAX_BODY, Choice, Endpoint
 
 TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
@@ -17,6 +18,12 @@ HELLO = Choice("Hello", "stop", TOKENS)
 TWO = [("a", "look", '{"at": 1}'), ("b", "look", "{}")]
 CALLS = Choice("First", "tool_calls", TOKENS, TWO, "hm")
 CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """An unknown key is refused without a pause."""
+    monkeypatch.setattr(module, "PAUSE", 0.0)
 
 
 @pytest.fixture
