@@ -104,6 +104,13 @@ def test_page_keeps_text_inside_its_data(tmp_path):
     assert data["model"] == MARKUP
 
 
+def test_no_text_of_a_page_is_read_as_markup():
+    markup = (
+        "innerHTML|outerHTML|insertAdjacentHTML|document.write|DOMParser|createContextualFragment"
+    )
+    assert not re.search(markup, page.TEMPLATE.read_text(encoding="utf-8"))
+
+
 def test_group_is_one_task_of_one_agent_with_one_prompt(tmp_path):
     rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
     rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
