@@ -261,7 +261,7 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 21); "
     "if the policy's answers cause it: zero_on=TimeoutError",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
-    "while True: pass": "TimeoutError: the program did nothing for 1 seconds",
+    "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
     "for _ in range(9): ask(client)": 0.0,  # more than --max-turns
@@ -273,7 +273,7 @@ FAILURES = {  # statement: the error of its episode, or the reward
 def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
     wanted = FAILURES[statement]
     hangs = "did nothing" in str(wanted)  # then all may: no time is right on a busy machine
-    rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 1 if hangs else 300
+    rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 0.2 if hangs else 300
     spec = write(f'''
 import httpx
 from environments.base import EnvFailure
