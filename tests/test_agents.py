@@ -178,7 +178,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in range(1, 6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, num_episodes=6):
+def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, num_episodes=8):
     """Random conversations: every token once, in its own context, and extensions go on."""
     known, wrong = {}, []  # ids up to an answer, by the id of the answer and its index
     add, prompt = agents.Conversations.add, agents.Conversations.prompt
@@ -209,7 +209,7 @@ def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, n
     assert [r.error for r in rollouts] == [""] * num_episodes
     sampled = Counter((p, tuple(c.token_ids), tuple(c.logprobs)) for p, c in sampler.sampled)
     turns = [turn for rollout in rollouts for turn in rollout.turns]
-    assert len(turns) > 5 * num_episodes and extended["continued"] > 3 * num_episodes
+    assert len(turns) > 4 * num_episodes and extended["continued"] > 2 * num_episodes
     for turn in turns:  # what a stop sequence cuts off is not trained on
         key = tuple(turn.prompt_ids), tuple(turn.completion_ids), tuple(turn.sampler_logprobs)
         if key not in sampled:
