@@ -266,6 +266,7 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
     "for _ in range(9): ask(client)": 0.0,  # more than --max-turns
     "[safe(client) for _ in range(9)]; return 0.5": 0.5,
+    "[safe(client) for _ in range(9)]; raise ConnectionError('of the refusal')": 0.0,
 }
 
 
