@@ -1,32 +1,23 @@
-"""Lets a Python process on Linux believe that it runs on Windows, as far as this project can tell.
+"""Lets a Python process pretend that it runs on Windows, as far as files and texts go.
 
     python tests/pretend_windows.py train.py --num-updates 2     # as `python train.py ..`
     python tests/pretend_windows.py -m environments play snake
 
 `environment(folder)` returns the variables of such a process. It and every Python that it starts
-load this file first, through a sitecustomize.py in `folder`.
-
-For the files of this project only (PyTorch and others need their Linux):
-- modules, functions and constants that Windows does not have are missing: LACKING, OF_SIGNAL, OF_OS
-- `os.name`, `sys.platform`, `os.linesep` are those of Windows
-- folders cannot be opened; only a file opened to write can be fsynced
-- `preexec_fn` raises
-- a text file that is opened without an encoding raises EncodingWarning
-For all code of the process:
-- text files without an encoding are cp1252, as are stdin, stdout and stderr, and write CRLF
-- a file that this process has open or mapped cannot be removed or replaced, nor its folder renamed
+load this file first, through a sitecustomize.py in `folder`. Then
+- a text file that this project opens without an encoding raises EncodingWarning
+- stdin, stdout and stderr are cp1252; they, and text files without a `newline`, write CRLF
+- a file that this process has open cannot be removed or replaced, nor its folder renamed
 - `os.rename` replaces nothing, `os.replace` no folder; names with <>:"|?* are invalid
 
-Not pretended: backslashes in paths, drives, names without case, signals and the console, the tree
-of processes, files that another process has open, how the libraries do on Windows.
+Functions and modules that Windows lacks are there: test_portable.py looks for their names. Not
+pretended: backslashes in paths, drives, names without case, signals and the console, processes.
 """
 
 import builtins
 import errno
 import io
-import locale
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,32 +26,10 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-OURS = tuple(str(ROOT / name) for name in ("core/", "environments/", "algorithms/",
-                                           "train.py", "scratch.py"))  # fmt: skip
-LACKING = {"fcntl", "resource", "termios", "pwd", "grp", "readline", "tty", "pty", "curses",
-           "syslog", "posix"}  # fmt: skip
-OF_SIGNAL = set(
-    """
-    SIGABRT SIGBREAK SIGFPE SIGILL SIGINT SIGSEGV SIGTERM SIG_DFL SIG_IGN signal getsignal
-    raise_signal default_int_handler strsignal valid_signals set_wakeup_fd Signals Handlers
-""".split()
-)  # all that `signal` has there
-OF_OS = set(
-    """
-    fork forkpty setsid getsid killpg getpgid setpgid setpgrp getpgrp getuid geteuid getgid getegid
-    getgroups setuid setgid chown lchown fchown fchmod chroot mkfifo mknod nice getpriority waitid
-    wait wait3 wait4 WNOHANG WUNTRACED WNOWAIT WEXITED P_PID P_PGID P_ALL O_NOFOLLOW O_DIRECTORY
-    O_CLOEXEC O_NONBLOCK O_SYNC O_DSYNC sched_getaffinity sched_setaffinity sched_yield pread pwrite
-    preadv pwritev readv writev sysconf confstr statvfs fstatvfs uname getloadavg set_blocking
-    get_blocking openpty ttyname ctermid posix_spawn sendfile sync fdatasync lockf posix_fallocate
-    memfd_create pipe2 getxattr listxattr register_at_fork tcgetpgrp EX_OK
-""".split()
-)
 INVALID = set('<>:"|?*')
 real = types.SimpleNamespace(
-    open=io.open, os_open=os.open, fsync=os.fsync, replace=os.replace, rename=os.rename,
-    unlink=os.unlink, mkdir=os.mkdir, import_=builtins.__import__, popen=subprocess.Popen,
-)  # fmt: skip
+    open=io.open, replace=os.replace, rename=os.rename, unlink=os.unlink, mkdir=os.mkdir
+)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -80,102 +49,26 @@ def start() -> None:
     warnings.filterwarnings("error", category=EncodingWarning, module=ours)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(newline="\r\n")
-    locale.getpreferredencoding = lambda do_setlocale=True: "cp1252"
-    locale.getencoding = lambda: "cp1252"
     builtins.open = io.open = open_file
     os.replace, os.rename, os.mkdir = replace, rename, mkdir
     os.unlink = os.remove = unlink
-    builtins.__import__ = import_
-
-
-# --- for this project's files only ---------------------------------------------------------------
-
-
-class Pretended(types.ModuleType):
-    """A module with other attributes: `changes`, without `lacking`. Assignments go through."""
-
-    def __init__(self, module, lacking=(), **changes):
-        own = object.__getattribute__(self, "__dict__")
-        own.update(_module=module, _lacking=lacking, _changes=changes)
-
-    def __getattribute__(self, name):
-        own = object.__getattribute__(self, "__dict__")
-        if name in own["_changes"]:
-            return own["_changes"][name]
-        if name in own["_lacking"]:
-            raise AttributeError(f"module {own['_module'].__name__!r} has no attribute {name!r}")
-        return getattr(own["_module"], name)
-
-    def __setattr__(self, name, value):
-        setattr(object.__getattribute__(self, "__dict__")["_module"], name, value)
-
-
-def import_(name, globals=None, locals=None, fromlist=(), level=0):
-    """As `import`, which asks this function: our files get other modules than the libraries."""
-    if level or not str((globals or {}).get("__file__", "")).startswith(OURS):
-        return real.import_(name, globals, locals, fromlist, level)
-    if name.partition(".")[0] in LACKING:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    module = real.import_(name, globals, locals, fromlist, level)
-    return PRETENDED.get(name, module)
-
-
-def os_open(path, flags, *args, **options):
-    if os.path.isdir(path):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-    return real.os_open(path, flags, *args, **options)
-
-
-def fsync(handle):
-    number = handle if isinstance(handle, int) else handle.fileno()
-    with real.open(f"/proc/self/fdinfo/{number}", encoding="utf-8") as facts:
-        flags = int(facts.read().split()[3], 8)
-    if flags & os.O_ACCMODE == os.O_RDONLY:
-        raise OSError(errno.EBADF, "Bad file descriptor")
-    real.fsync(handle)
-
-
-class Popen(real.popen):
-    def __init__(self, *args, preexec_fn=None, pass_fds=(), process_group=None, **options):
-        assert not (preexec_fn or pass_fds or process_group), "not on Windows"
-        super().__init__(*args, **options)
-
-
-def run(command, **options):
-    if command[0] != "taskkill":
-        return subprocess.run(command, **options)
-    os.killpg(int(command[-1]), signal.SIGKILL)
-    return subprocess.CompletedProcess(command, 0)
-
-
-PRETENDED = {
-    "os": Pretended(os, OF_OS, name="nt", linesep="\r\n", open=os_open, fsync=fsync),
-    "sys": Pretended(sys, platform="win32"),
-    "signal": Pretended(signal, {name for name in dir(signal) if name not in OF_SIGNAL}),
-    "subprocess": Pretended(subprocess, Popen=Popen, run=run, CREATE_NEW_PROCESS_GROUP=0),
-}  # fmt: skip
-
-
-# --- for all code --------------------------------------------------------------------------------
 
 
 def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *others,
               **options):  # fmt: skip
-    if isinstance(file, (str, os.PathLike)) and set(mode) & set("wax"):
+    writes = bool(set(mode) & set("wax"))
+    if writes and isinstance(file, (str, os.PathLike)):
         check_name(file)
     if "b" not in mode:
         encoding = io.text_encoding(encoding, 3)  # warns as `open` would, and names its caller
-        encoding = "cp1252" if encoding == "locale" else encoding
-        if newline is None and set(mode) & set("wax"):
-            newline = "\r\n"
+        newline = "\r\n" if newline is None and writes else newline
     return real.open(file, mode, buffering, encoding, errors, newline, *others, **options)
 
 
 def check_name(path) -> None:
     name = os.path.basename(os.fsdecode(path).rstrip("/"))
     if set(name) & INVALID or (name not in (".", "..") and name.endswith((".", " "))):
-        raise OSError(errno.EINVAL, "The filename, directory name or volume label syntax is "
-                      "incorrect", os.fsdecode(path))  # fmt: skip
+        raise OSError(errno.EINVAL, "The filename is incorrect", os.fsdecode(path))
 
 
 def check_closed(path, handle=None, inside=False) -> None:
@@ -195,8 +88,7 @@ def check_closed(path, handle=None, inside=False) -> None:
     # an open folder: how shutil walks through a tree on Linux
     files = [name for name in opened if not os.path.isdir(name)]
     if path in files or (inside and any(name.startswith(f"{path}/") for name in files)):
-        raise PermissionError(errno.EACCES, "The process cannot access the file because it is being"
-                              " used by another process", path)  # fmt: skip
+        raise PermissionError(errno.EACCES, "The file is being used by another process", path)
 
 
 def unlink(path, *, dir_fd=None):
@@ -209,7 +101,7 @@ def replace(source, target, **options):
     check_closed(source, inside=True)
     check_closed(target)
     if os.path.isdir(target):
-        raise PermissionError(errno.EACCES, "Access is denied", str(source), None, str(target))
+        raise PermissionError(errno.EACCES, "Access is denied", str(target))
     real.replace(source, target, **options)
 
 
@@ -217,8 +109,7 @@ def rename(source, target, **options):
     check_name(target)
     check_closed(source, inside=True)
     if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, "Cannot create a file when that file already exists",
-                              str(source), None, str(target))  # fmt: skip
+        raise FileExistsError(errno.EEXIST, "Cannot create an existing file", str(target))
     real.rename(source, target, **options)
 
 

@@ -141,6 +141,13 @@ class Calculating(Recorder):
         return Completion(ids, [-0.5] * len(ids), text, "stop")
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """Programs are looked at, and interrupted, every few milliseconds."""
+    for module, name in ((agent, "POLL"), (agent, "INTERVAL"), (endpoint, "PAUSE")):
+        monkeypatch.setattr(module, name, 0.01)
+
+
 @pytest.fixture
 def write(tmp_path):
     """Writes a program and its tasks; returns the spec of its environment."""
@@ -171,7 +178,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in range(1, 6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, num_episodes=12):
+def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, num_episodes=8):
     """Random conversations: every token once, in its own context, and extensions go on."""
     known, wrong = {}, []  # ids up to an answer, by the id of the answer and its index
     add, prompt = agents.Conversations.add, agents.Conversations.prompt
@@ -202,7 +209,7 @@ def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, n
     assert [r.error for r in rollouts] == [""] * num_episodes
     sampled = Counter((p, tuple(c.token_ids), tuple(c.logprobs)) for p, c in sampler.sampled)
     turns = [turn for rollout in rollouts for turn in rollout.turns]
-    assert len(turns) > 5 * num_episodes and extended["continued"] > 3 * num_episodes
+    assert len(turns) > 4 * num_episodes and extended["continued"] > 2 * num_episodes
     for turn in turns:  # what a stop sequence cuts off is not trained on
         key = tuple(turn.prompt_ids), tuple(turn.completion_ids), tuple(turn.sampler_logprobs)
         if key not in sampled:
@@ -254,7 +261,7 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 21); "
     "if the policy's answers cause it: zero_on=TimeoutError",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
-    "while True: pass": "TimeoutError: the program did nothing for 1 seconds",
+    "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
     "for _ in range(9): ask(client)": 0.0,  # more than --max-turns
@@ -267,7 +274,7 @@ FAILURES = {  # statement: the error of its episode, or the reward
 def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
     wanted = FAILURES[statement]
     hangs = "did nothing" in str(wanted)  # then all may: no time is right on a busy machine
-    rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 1 if hangs else 300
+    rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 0.2 if hangs else 300
     spec = write(f'''
 import httpx
 from environments.base import EnvFailure
@@ -371,7 +378,7 @@ def run(task, client):
     client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
     return task["cuont"]
 """)
-    report = check_env(spec, num_seeds=2, seconds=1, other_process=False)
+    report = check_env(spec, num_seeds=2, seconds=0.01, other_process=False)
     [line] = [line for line in report.warnings if "the program ended with" in line]
     assert "KeyError: 'cuont' (program.py, line 4)" in line
 
@@ -427,6 +434,7 @@ async def run(task, base_url, api_key):
 def test_time_in_which_another_program_keeps_the_loop_is_not_the_programs(
     write, monkeypatch, tmp_path
 ):
+    monkeypatch.setattr(event_loop, "PATIENCE", 0.1)
     spec = write(f"""
 import asyncio, pathlib, threading
 ended = threading.Event()
@@ -698,7 +706,11 @@ def test_wrong_options_are_refused(write, options, reason):
         make(write("def run(task): pass", **options))
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", [
+    # a framework is imported for seconds
+    pytest.param(name, marks=pytest.mark.slow if name in ("typed", "sdk", "small") else ())
+    for name in NEEDS
+])  # fmt: skip
 def test_agents_of_frameworks_play_to_their_end(name):
     """Most answers are nonsense, which no framework may turn into a failure."""
     if not (find_spec(NEEDS[name]) or which(NEEDS[name])):
@@ -722,12 +734,12 @@ def test_agents_of_frameworks_play_to_their_end(name):
 def test_a_run_trains_a_program_and_resumes_to_the_same_metrics(command, qwen3_folder):
     flags = f"""--model-id {qwen3_folder} --env {PROGRAM} --num-prompts 2 --group-size 4
         --max-tokens 8 --eval-num-tasks 4 --device cpu --dtype float64 --save-every 1""".split()
-    code, _, err = command(*flags, "--num-updates", "3", "--run-name", "whole")
+    code, _, err = command(*flags, "--num-updates", "2", "--run-name", "whole")
     assert (code, err) == (0, "")
     assert command(*flags, "--num-updates", "1", "--run-name", "part")[0] == 0
-    assert command("--resume", "runs/part", "--num-updates", "3")[0] == 0
+    assert command("--resume", "runs/part", "--num-updates", "2")[0] == 0
     whole, part = metrics_of("runs/whole"), metrics_of("runs/part")
     rewards = [r["reward/mean"] for r in whole if "reward/mean" in r]
-    assert len(rewards) == 3 and len({*rewards}) > 1
-    assert [r["gap/logprob_max"] for r in whole if "gap/logprob_max" in r] == [0.0] * 3
-    assert [r for r in part if "update" in r][-2:] == [r for r in whole if "update" in r][-2:]
+    assert len(rewards) == 2 and len({*rewards}) > 1
+    assert [r["gap/logprob_max"] for r in whole if "gap/logprob_max" in r] == [0.0] * 2
+    assert part[-1] == whole[-1]

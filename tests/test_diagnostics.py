@@ -100,8 +100,8 @@ LOW = {ENTROPY: 0.01, CORRECT: 0.5, RIGHT: 0.5}
     ],
 )
 def test_threshold_has_two_sides(name, below, above):
-    assert raised(run_of(30, **below)) == []
-    [(found, update)] = raised(run_of(30, **above))  # once
+    assert raised(run_of(15, **below)) == []
+    [(found, update)] = raised(run_of(15, **above))  # once
     # at the first full window; three updates of a clear sign are enough, and two of a certain one
     slow = name in ("weights_at_cap", "episodes_cut", "entropy_collapse", "dead_groups")
     certain = name == "same_tasks" or "gap__logprob_max" in above
@@ -217,14 +217,14 @@ NOTHING = {"reward__min": 0.0, "reward__max": 0.0, NO_SPREAD: 1.0, RIGHT: 0.0}
 @pytest.mark.parametrize("by_group", [True, False])
 def test_a_run_that_never_earned_a_reward_says_so_instead_of_dead_groups(by_group):
     assert raised(run_of(2, **NOTHING), by_group) == []
-    assert raised(run_of(30, **NOTHING), by_group) == [("no_reward", 3)]
+    assert raised(run_of(15, **NOTHING), by_group) == [("no_reward", 3)]
     lost = NOTHING | {"reward__min": -1.0, "reward__max": -1.0}
     assert raised(run_of(9, **lost), by_group) == [("no_reward", 3)]
     dead = [("dead_groups", 3)] if by_group else []
     for earned in ({"reward__min": 1.0, "reward__max": 1.0}, {"reward__min": -1.0}):
         assert raised(run_of(4, **NOTHING | earned), by_group) == dead
     once = NOTHING | {"reward__max": lambda update: 0.5 if update == 2 else 0.0}
-    assert "no_reward" not in dict(raised(run_of(30, **once), by_group))
+    assert "no_reward" not in dict(raised(run_of(15, **once), by_group))
     cfg = Config(algo="grpo" if by_group else "reinforce", reward_coef=0.0)
     unrated = diagnostics.new_warnings(run_of(3, **NOTHING), cfg)
     assert [*unrated] == [name for name, _ in dead]  # of a run that trains on a KL alone

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 from conftest import metrics_of
-from test_sdpo import folder, gradients, later  # noqa: F401
-from transformers import AutoModelForCausalLM
+from test_float64_step import folder, models, states  # noqa: F401
+from test_sdpo import TEMPERATURE, gradients
 
 import train
 from algorithms.variants import echo
@@ -60,21 +60,19 @@ def plain_gradient(model):
 
 @pytest.mark.parametrize("micro_batch_tokens", [2048, 20])
 def test_its_gradient_is_that_of_grpo_and_of_a_cross_entropy(
-    micro_batch_tokens, folder, later, monkeypatch  # noqa: F811
+    micro_batch_tokens, folder, states, models, monkeypatch  # noqa: F811
 ):  # fmt: skip
-    models = [AutoModelForCausalLM.from_pretrained(folder).double() for _ in range(2)]
-    models[1].load_state_dict(later)
     if micro_batch_tokens == 20:
         monkeypatch.setattr(Policy, "logits_chunk", 3)
     found = []
     for algo, options in (("echo", echo.Options(coef=0.3)), ("grpo", None)):
         cfg = config.resolve(train.Config(
-            algo=algo, temperature=0.7, num_epochs=2, max_grad_norm=0.0, num_prompts=3,
+            algo=algo, temperature=TEMPERATURE, num_epochs=2, max_grad_norm=0.0, num_prompts=3,
             group_size=2, options=options,
         ))  # fmt: skip
-        found.append(gradients(cfg, folder, later, micro_batch_tokens, draw_rollouts()[0]))
+        found.append(gradients(cfg, folder, states, draw_rollouts()[0], micro_batch_tokens))
     (ours, metrics), (rewards, of_grpo) = found
-    theirs = [plain_gradient(model) for model in models]
+    theirs = [plain_gradient(models[name]) for name in ("old", "new")]
     for mine, reward, (wanted, _) in zip(ours, rewards, theirs, strict=True):
         assert reward.norm() > 0.01 * mine.norm()
         assert (mine - reward - 0.3 * wanted).norm() < 2e-5 * mine.norm()
@@ -113,7 +111,8 @@ def test_an_answer_that_was_not_sampled_is_not_predicted(policy):
 
 
 def test_a_run_with_one_turn_says_that_nothing_is_predicted(command, tmp_path):
-    args = "--algo echo --num-updates 1 --num-prompts 2 --eval-num-tasks 0 --run-name one".split()
+    args = """--algo echo --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 0
+        --run-name one""".split()
     code, out, err = command(*args)
     assert code == 0 and "nothing to predict" in " ".join(f"{out} {err}".split())
     assert not any("loss/echo" in record for record in metrics_of(tmp_path / "runs/one"))

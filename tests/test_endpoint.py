@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from environments.adapters import endpoint as module
 from environments.adapters.endpoint import MAX_BODY, Choice, Endpoint
 
 TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
@@ -17,6 +18,12 @@ HELLO = Choice("Hello", "stop", TOKENS)
 TWO = [("a", "look", '{"at": 1}'), ("b", "look", "{}")]
 CALLS = Choice("First", "tool_calls", TOKENS, TWO, "hm")
 CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """An unknown key is refused without a pause."""
+    monkeypatch.setattr(module, "PAUSE", 0.0)
 
 
 @pytest.fixture
@@ -110,7 +117,7 @@ def test_the_responses_api(session, stream):
                          ("tool", "a", 0), ("tool", "b", 0)]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [
+RUBBISH = [
     {"messages": []}, {"messages": 3}, {"messages": [3]}, {"messages": [{"role": "king"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     {"messages": [{"role": "user", "content": 3}]}, {"n": 0}, {"n": 9999}, {"max_tokens": "9"},
@@ -119,24 +126,28 @@ def test_the_responses_api(session, stream):
     {"messages": [*CHAT, {"role": "assistant", "function_call": {"name": "look"}}]},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
     {"temperature": "1"}, {"seed": False}, {"stream_options": 3, "stream": True},
-])  # fmt: skip
-def test_rubbish_is_refused_in_openais_form(session, change):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client_of(session).post(
-            "/chat/completions", body={"model": "x", "messages": CHAT} | change, cast_to=object
-        )
-    assert caught.value.body["type"] == "invalid_request_error" and not session.asked
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("change, reason", [
-    ({"previous_response_id": "resp_x"}, "there is no response"),
-    ({"input": [{"type": "web_search_call"}]}, "an item of the type 'web_search_call'"),
-    ({"tools": [{"type": "web_search"}]}, "'web_search': the policy can call functions only"),
-    ({"background": True}, "background is not supported: wait for the answer"),
-])  # fmt: skip
-def test_rubbish_is_refused_by_the_responses_api_too(session, change, reason):
-    with pytest.raises(openai.BadRequestError, match=reason):
-        client_of(session).responses.create(**{"model": "x", "input": "Hi"} | change)
+def test_rubbish_is_refused_in_openais_form(session):
+    client = client_of(session)
+    for change in RUBBISH:
+        body = {"model": "x", "messages": CHAT} | change
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.post("/chat/completions", body=body, cast_to=object)
+        assert caught.value.body["type"] == "invalid_request_error" and not session.asked, change
+
+
+def test_rubbish_is_refused_by_the_responses_api_too(session):
+    client = client_of(session)
+    for change, reason in (
+        ({"previous_response_id": "resp_x"}, "there is no response"),
+        ({"input": [{"type": "web_search_call"}]}, "an item of the type 'web_search_call'"),
+        ({"tools": [{"type": "web_search"}]}, "'web_search': the policy can call functions only"),
+        ({"background": True}, "background is not supported: wait for the answer"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason):
+            client.responses.create(**{"model": "x", "input": "Hi"} | change)
     assert not session.asked
 
 

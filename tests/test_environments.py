@@ -12,6 +12,7 @@ from conftest import needs
 
 from core.faults import UsageError
 from environments.base import EVAL_SEEDS
+from environments.plumbing import check
 from environments.plumbing.check import check_env, digest
 from environments.plumbing.registry import make
 
@@ -75,7 +76,8 @@ RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
                  needs("envs", *LIBRARIES & {spec}))
     for spec in [*SPECS, *MULTI_AGENT]
 ])  # fmt: skip
-def test_check_env_finds_nothing_wrong_with_our_environments(spec):
+def test_check_env_finds_nothing_wrong_with_our_environments(spec, monkeypatch):
+    monkeypatch.setattr(check, "NUM_OPENINGS", 200)
     facts = (SPECS | MULTI_AGENT)[spec]
     report = check_env(spec, facts.num_seeds, 3.0 if spec in SLOW else 60.0, other_process=False)
     assert not report.problems

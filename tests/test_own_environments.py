@@ -321,16 +321,19 @@ def settings(**changes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("env", "reward"), [(Turns, 3.0), (Turns(2), 2.0)])
-def test_an_environment_is_given_as_an_object_of_python(place, capsys, env, reward):
-    difficulty = 3 if env is Turns else 0
-    assert train.run(settings(run_name="a", train_difficulty=difficulty), env=env) == 0
+def first_return(run):
+    return json.loads(Path(run, "rollouts.jsonl").read_text().splitlines()[0])["return"]
+
+
+def test_an_environment_is_given_as_an_object_of_python(place, capsys):
+    env = Turns(2)
+    assert train.run(settings(run_name="object"), env=env) == 0
+    assert first_return("runs/object") == 2.0
+    assert env.turns == 0 and env.shared == []  # episodes are played with copies
+    assert train.run(settings(run_name="a", train_difficulty=3), env=Turns) == 0
     assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"] == ["Turns"]
-    first = json.loads(Path("runs/a/rollouts.jsonl").read_text().splitlines()[0])
-    assert first["return"] == reward
-    if isinstance(env, Turns):
-        assert env.turns == 0 and env.shared == []  # episodes are played with copies
-    assert train.run(Config(resume="runs/a", num_updates=2), env=env) == 0
+    assert first_return("runs/a") == 3.0
+    assert train.run(Config(resume="runs/a", num_updates=2), env=Turns) == 0
     assert read_records(Path("runs/a/metrics.jsonl"))[-1]["update"] == 2
     capsys.readouterr()
     registry.ENVIRONMENTS.pop("Turns")  # the same resume rule as for `register`

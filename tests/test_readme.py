@@ -52,21 +52,25 @@ def test_every_command_of_a_page_works_in_powershell(page):
         assert not re.search(r"[,*&'$`\\]|^ *[A-Z_]+=", bare), line
 
 
-@pytest.mark.parametrize("flags", commands_of("README.md", r"python train\.py"))
+COMMANDS = commands_of("README.md", r"python train\.py")
+OF_ALL_PAGES = {
+    flags for page in PAGES for flags in commands_of(page, r"(?:python|torchrun [-\w ]+) train\.py")
+}
+
+
+@pytest.mark.parametrize("flags", [
+    flags for flags in COMMANDS if "<name>" not in flags and flags != "--help"  # test_cli.py
+])  # fmt: skip
 def test_every_train_command_of_the_readme_runs_and_its_metrics_have_a_meaning(
     command, qwen3_folder, flags
 ):
-    if "<name>" in flags:
-        assert command(*SMALL, "--run-name", "a")[0] == 0
-        flags = flags.replace("<name>", "a")
     Path("parity.py").write_text(PARITY)
     flags = flags.replace("Qwen/Qwen3-4B-Instruct-2507", str(qwen3_folder))
     if "smollm2" in flags:
         flags = f"{flags.replace('runs/', f'{ROOT}/runs/')} --model-id {qwen3_folder}"
-    small = [] if "--resume" in flags else SMALL
     if "--model-id" in flags:
-        small = [*SMALL, "--max-model-len", "500", "--train-difficulty", "1"]
-    code, _, err = command(*shlex.split(flags), *small)
+        flags += " --max-model-len 500 --train-difficulty 1"
+    code, _, err = command(*shlex.split(flags), *SMALL)
     assert code == 0, err
     text = (ROOT / "core/README.md").read_text().split("## What every metric means")[1]
     table = set(re.findall(r"`([a-z]+(?:/[<>\w]+)*)`", text))
@@ -77,9 +81,23 @@ def test_every_train_command_of_the_readme_runs_and_its_metrics_have_a_meaning(
         assert names <= table, names - table
 
 
+def test_the_commands_of_the_readme_for_a_run_go_on_with_it(command, capsys, monkeypatch):
+    """In the order of the page: it is resumed, and answers."""
+    assert command(*SMALL, "--model-id", "tiny-random", "--run-name", "a")[0] == 0
+    [resume] = [flags.replace("<name>", "a") for flags in COMMANDS if "<name>" in flags]
+    assert command(*shlex.split(resume), "--num-updates", "2")[0] == 0
+    assert read_records(Path("runs/a/metrics.jsonl"))[-1]["update"] == 2
+    commands = commands_of("README.md", r"python -m core\.chat")
+    assert commands
+    for flags in commands:
+        monkeypatch.setattr("sys.stdin", io.StringIO('How many r in "cherry"?'))
+        assert chat.run(chat.main, shlex.split(flags.replace("<name>", "a"))) == 0, flags
+        assert capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags", [
     pytest.param(flags, marks=needs("quantize", "bitsandbytes") if "--quantize" in flags else ())
-    for page in PAGES for flags in commands_of(page, r"(?:python|torchrun [-\w ]+) train\.py")
+    for flags in sorted(OF_ALL_PAGES - {*COMMANDS})
     # tests/test_own_algorithm.py runs best.py
     if not any(part in flags for part in ("<name>", "--help", "--algo best.py"))
 ])  # fmt: skip
@@ -94,16 +112,6 @@ def test_the_environment_commands_of_the_readme_run(capsys, monkeypatch):
         if "play" in flags:
             monkeypatch.setattr("builtins.input", lambda *_: "5")
         assert run_command(shlex.split(flags)) == 0, flags
-        assert capsys.readouterr().out
-
-
-def test_the_chat_commands_of_the_readme_run(command, capsys, monkeypatch):
-    assert command(*SMALL, "--model-id", "tiny-random", "--run-name", "a")[0] == 0
-    commands = commands_of("README.md", r"python -m core\.chat")
-    assert commands
-    for flags in commands:
-        monkeypatch.setattr("sys.stdin", io.StringIO('How many r in "cherry"?'))
-        assert chat.run(chat.main, shlex.split(flags.replace("<name>", "a"))) == 0, flags
         assert capsys.readouterr().out
 
 

@@ -47,11 +47,14 @@ def test_episode_equals_that_of_the_served_environment():
 def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed, failure, reason):
     program = tmp_path / "server.py"
     program.write_text(SERVER.format(misdeed=misdeed))
-    env = Remote(command=f"{sys.executable} {program}", timeout=1.0)
+    env = Remote(command=f"{sys.executable} {program}", timeout=60.0)
     assert env.reset(1)[0]["content"] == "?"
     process = env.process
+    if reason == "no answer within the timeout":
+        env.timeout = 0.1
     with pytest.raises(failure, match=reason):
         env.step("go")
+    env.timeout = 60.0
     assert process.poll() is not None and env.process is None
     assert env.reset(2)[0]["content"] == "?"  # a new process
     env.close()

@@ -91,7 +91,8 @@ def test_report_names_what_the_environment_reports_without_importing_a_file(tmp_
 
 
 def test_page_keeps_text_inside_its_data(tmp_path):
-    rows = [row("train", 1, 9, MARKUP, prompt=MARKUP, agent=MARKUP, error=MARKUP, env=MARKUP)]
+    texts = dict.fromkeys(("prompt", "agent", "error", "env"), MARKUP)
+    rows = [row("train", 1, 9, f"{MARKUP}\u202e", **texts)]
     data = report_data(tmp_path, trained(1), rows, {**CONFIG, "model_id": MARKUP})
     text = (tmp_path / "report.html").read_text(encoding="utf-8")  # valid UTF-8 despite \ud800
     (raw,) = re.findall(r'application/json">(.*)</script>\s*<script>', text, re.S)
@@ -99,8 +100,15 @@ def test_page_keeps_text_inside_its_data(tmp_path):
     (group,) = data["batches"][0]["groups"]
     assert (group["prompt"], group["agent"], group["env"]) == ([["user", MARKUP]], MARKUP, MARKUP)
     rollout = group["rollouts"][0]
-    assert rollout["messages"] == [["assistant", MARKUP]] and rollout["error"] == MARKUP
+    assert rollout["messages"] == [["assistant", f"{MARKUP}\ufffd"]] and rollout["error"] == MARKUP
     assert data["model"] == MARKUP
+
+
+def test_no_text_of_a_page_is_read_as_markup():
+    markup = (
+        "innerHTML|outerHTML|insertAdjacentHTML|document.write|DOMParser|createContextualFragment"
+    )
+    assert not re.search(markup, page.TEMPLATE.read_text(encoding="utf-8"))
 
 
 def test_group_is_one_task_of_one_agent_with_one_prompt(tmp_path):

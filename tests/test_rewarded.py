@@ -72,8 +72,6 @@ def never(completions, **columns):
     return [None] * len(completions)
 def nothing(completions, **columns):
     [1.0 for _ in completions]
-def text(**columns):
-    return "110"
 def texts(completions, **columns):
     return ["1.0"] * len(completions)
 def array(completions, **columns):
@@ -84,9 +82,6 @@ def first_only(completions, **columns):
     return [float(len(completions[0]))]
 def first_for_all(completions, **columns):
     return [float(len(completions[0])) for _ in completions]
-def one_row(completions, **columns):
-    [only] = completions
-    return [float(len(only))]
 def nan_metric(completions, log_metric, **columns):
     log_metric("loss_of_judge", float("nan"))
     return [1.0] * len(completions)
@@ -401,7 +396,6 @@ def test_an_infinite_reward_names_its_function_and_its_row(policy):
 
 @pytest.mark.parametrize(("name", "found"), [
     ("first_only", "problem: steps of a batch: RuntimeError: first_only: ValueError: 1 rewards"),
-    ("one_row", "problem: steps of a batch: RuntimeError: one_row: ValueError: too many values"),
     ("first_for_all", "warning: the response '12' earned 0 beside others and 2 alone"),
 ])  # fmt: skip
 def test_check_finds_a_function_that_handles_only_the_first_completion(name, found):
@@ -476,7 +470,6 @@ def test_a_judge_that_is_down_is_not_asked_again_for_each_row():
     ("two", "RuntimeError: two: ValueError: 2 rewards for 3 completions", False),
     ("nothing", "RuntimeError: nothing: TypeError: it returned None, not a list of 3 numbers, one "
      "for each completion", False),
-    ("text", "RuntimeError: text: TypeError: it returned '110', not a list of 3 numbers", False),
     ("texts", "RuntimeError: texts: TypeError: it returned '1.0' for a completion, not a", False),
     ("nan_metric", "ValueError: info['loss_of_judge'] of player is not JSON", False),
     ("never", "ValueError: never returned None for all completions", False),

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from conftest import load_small, metrics_of, save_small
-from single_update import gradients_of_update, moved
+from conftest import load_small, metrics_of
+from single_update import gradients_of_update
 from test_episodes import PARAMS, Scripted, message
-from transformers import AutoModelForCausalLM
+from test_float64_step import draw_rollouts, folder, models, states  # noqa: F401
 
 import train
 from algorithms.variants import sdpo
@@ -16,67 +16,52 @@ from core.chat_template import prompt_ids
 from core.episodes import RolloutCollector
 from core.policy import Policy
 from core.tasks import Task
-from core.types import Rollout, Turn
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.plumbing import registry
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_small("qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def later(folder):
-    """The weights of the second step."""
-    old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    return moved(old, 0.03, torch.Generator().manual_seed(0))
+TEMPERATURE = 0.7
 
 
 def settings(algo="sdpo", **options):
     chosen = sdpo.Options(**options.pop("own")) if algo == "sdpo" else None
-    cfg = train.Config(algo=algo, temperature=0.7, num_epochs=2, max_grad_norm=0.0, num_prompts=3,
-                       group_size=2, options=chosen, **options)  # fmt: skip
+    cfg = train.Config(
+        algo=algo, temperature=TEMPERATURE, num_epochs=2, max_grad_norm=0.0, num_prompts=3,
+        group_size=2, tis_cap=1.2, options=chosen, **options,
+    )  # fmt: skip
     return config.resolve(cfg)
 
 
-def draw_rollouts():
-    """Two turns each; one turn in six has no feedback."""
-    draw, rollouts = random.Random(0), []
-    for i in range(6):
-        context, turns = [65, 66, 67 + i // 2], []
-        for k in range(2):
-            ids = [draw.randrange(256) for _ in range(draw.randint(1, 5))]
-            sampler = [draw.uniform(-6.5, -4.5) for _ in ids]
-            other = [] if (i + k) % 6 == 0 else [draw.randrange(256) for _ in range(4 + i)]
-            turns.append(Turn(context, ids, sampler, "stop", float(i % 2), feedback_ids=other))
-            context = context + ids + [70]
-        rollouts.append(Rollout("test", "player", i // 2, i // 2, turns=turns))
-    return rollouts
+@pytest.fixture(scope="module")
+def rollouts(models):  # noqa: F811
+    """Two thirds of the turns have feedback."""
+    found, draw = draw_rollouts(models, TEMPERATURE), random.Random(1)
+    for number, turn in enumerate(turn for rollout in found for turn in rollout.turns):
+        turn.feedback_ids = [draw.randrange(256) for _ in range(4 + number)] * (number % 3 > 0)
+    return found
 
 
-def gradients(cfg, folder, later, micro_batch_tokens=2048, rollouts=None):
+def gradients(cfg, folder, states, rollouts, micro_batch_tokens=2048):  # noqa: F811
     """Those of the two steps of an update by the real loop, and the metrics."""
     policy = load_small(folder)
     policy.micro_batch_tokens = micro_batch_tokens
-    return gradients_of_update(cfg, policy, rollouts or draw_rollouts(), later)
+    return gradients_of_update(cfg, policy, rollouts, states["new"])
 
 
 def all_logprobs(model, context, ids):
-    logits = model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1] / 0.7
+    logits = model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1] / TEMPERATURE
     return logits - logits.logsumexp(-1, keepdim=True)
 
 
-def plain_gradient(cfg, models, model):
+def plain_gradient(cfg, rollouts, model, sampled_by):
     """The gradient of the divergence alone, one turn and one token after another."""
     loss, divergences = torch.zeros((), dtype=torch.float64), 0.0
-    turns = [turn for rollout in draw_rollouts() for turn in rollout.turns]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
     count = sum(len(turn.completion_ids) for turn in turns)
     for turn in (turn for turn in turns if turn.feedback_ids):
         ids = turn.completion_ids
         policy = all_logprobs(model, turn.prompt_ids, ids)
         with torch.no_grad():
-            old = all_logprobs(models[0], turn.prompt_ids, ids)
+            old = all_logprobs(sampled_by, turn.prompt_ids, ids)
             teacher = all_logprobs(model, turn.feedback_ids, ids)
         for t, token in enumerate(ids):
             p, q = policy[t].exp(), teacher[t].exp()
@@ -86,7 +71,7 @@ def plain_gradient(cfg, models, model):
                 "reverse": (p * (p / q).log()).sum(),
                 "jsd": ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2,
             }[cfg.options.kind]
-            weight = min(2.0, (old[t, token] - turn.sampler_logprobs[t]).exp().item())
+            weight = min(cfg.tis_cap, (old[t, token] - turn.sampler_logprobs[t]).exp().item())
             ratio = (policy[t, token] - old[t, token]).exp().item()
             loss = loss + cfg.options.coef * weight * ratio * d / count
             divergences += d.item() / count
@@ -98,28 +83,27 @@ def plain_gradient(cfg, models, model):
 @pytest.mark.parametrize(
     "kind, micro_batch_tokens", [("forward", 2048), ("reverse", 2048), ("jsd", 20)]
 )
-def test_the_gradients_equal_float64_loops(kind, micro_batch_tokens, folder, later, monkeypatch):
+def test_the_gradients_equal_float64_loops(
+    kind, micro_batch_tokens, folder, states, models, rollouts, monkeypatch  # noqa: F811
+):  # fmt: skip
     if micro_batch_tokens == 20:
         monkeypatch.setattr(Policy, "logits_chunk", 3)
-    models = [AutoModelForCausalLM.from_pretrained(folder).double() for _ in range(2)]
-    models[1].load_state_dict(later)
     cfg = settings(own={"kind": kind, "coef": 0.5}, reward_coef=0.0)
-    ours, metrics = gradients(cfg, folder, later, micro_batch_tokens)
-    theirs = [plain_gradient(cfg, models, model) for model in models]
+    ours, metrics = gradients(cfg, folder, states, rollouts, micro_batch_tokens)
+    theirs = [plain_gradient(cfg, rollouts, models[name], models["old"]) for name in ("old", "new")]
     for mine, (wanted, _) in zip(ours, theirs, strict=True):
         assert (mine - wanted).norm() < 2e-5 * wanted.norm()
     assert metrics["sdpo/divergence"] == pytest.approx(theirs[1][1], rel=1e-4)  # the last epoch
 
 
-def test_the_loss_is_that_of_grpo_and_the_divergence(folder, later):
-    both, _ = gradients(settings(own={}), folder, later)
-    parts = [
-        gradients(settings(own={}, reward_coef=0.0), folder, later)[0],
-        gradients(settings("grpo"), folder, later)[0],
-    ]
-    for mine, divergence, rewards in zip(both, *parts, strict=True):
-        assert rewards.norm() > 0
-        assert (mine - divergence - rewards).norm() < 1e-5 * mine.norm()
+def test_the_loss_is_that_of_grpo_and_the_divergence(folder, states, rollouts):  # noqa: F811
+    both, divergence, rewards = (
+        gradients(cfg, folder, states, rollouts)[0]
+        for cfg in (settings(own={}), settings(own={}, reward_coef=0.0), settings("grpo"))
+    )
+    for whole, of_divergence, of_rewards in zip(both, divergence, rewards, strict=True):
+        assert of_rewards.norm() > 0
+        assert (whole - of_divergence - of_rewards).norm() < 1e-5 * whole.norm()
 
 
 class Capital(Env):

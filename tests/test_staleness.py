@@ -7,7 +7,7 @@ from conftest import metrics_of
 
 import train
 
-SMALL = """--num-updates 5 --num-prompts 2 --group-size 4 --eval-num-tasks 0
+SMALL = """--num-updates 4 --num-prompts 2 --group-size 4 --eval-num-tasks 0
     --save-every 1 --max-tokens 16 --lr 1e-3 --entropy-coef 0.1 --device cpu""".split()
 
 
@@ -30,12 +30,12 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
 
     monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
     monkeypatch.setattr(train, "shape_rewards", shape_rewards)
-    staleness, flags = 3, ("--staleness", 3, "--lora-rank", 4)
+    staleness, flags = 2, ("--staleness", 2, "--lora-rank", 4)
     code, out, _ = command(*SMALL, *flags, "--run-name", "a")
     assert code == 0 and "sampler_gap" not in out
-    assert len(training) == 5
+    assert len(training) == 4
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
-    for update in range(5):
+    for update in range(4):
         assert torch.equal(sampling[update], training[max(0, update - staleness)]), update
     gaps = [record["gap/logprob_mean"] for record in metrics_of("runs/a")[1:]]
     assert gaps[0] < 1e-5  # the first update has no older weights

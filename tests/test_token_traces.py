@@ -13,7 +13,7 @@ from environments.base import Env, Step
 from environments.plumbing import registry
 
 SHORT = """--sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 4
-    --eval-num-tasks 0 --max-tokens 12 --lr 1e-3 --max-tokens-per-micro-batch 300""".split()
+    --eval-num-tasks 0 --max-tokens 6 --lr 1e-3 --max-tokens-per-micro-batch 300""".split()
 
 
 class Even(Env):

@@ -26,8 +26,8 @@ from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry
 
-SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
-    --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu
+SMALL = """--sft-steps 3 --sft-batch-size 2 --num-updates 4 --num-prompts 2 --group-size 4
+    --eval-num-tasks 2 --eval-every 2 --save-every 2 --max-tokens 8 --device cpu
    """.split()
 
 
@@ -86,12 +86,12 @@ def test_a_run_writes_all_its_files(whole_run):
         assert record["tokens/trained"] == record["tokens/sampled"] > 0
         assert record["gap/logprob_max"] < 1e-4
     rollouts = (whole_run / "rollouts.jsonl").read_text().splitlines()
-    assert sum(json.loads(line)["kind"] == "train" for line in rollouts) == 4 * 12
+    assert sum(json.loads(line)["kind"] == "train" for line in rollouts) == 4 * 8
     assert "held-out accuracy" in out and "next: python " in out
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows if row and row[0].isdigit()] == ["1", "2", "3", "4"]
     AutoModelForCausalLM.from_pretrained(whole_run / "model")
-    saved = whole_run / "checkpoint/000006-000005/weights.safetensors"  # those of the last update
+    saved = whole_run / "checkpoint/000003-000005/weights.safetensors"  # those of the last update
     assert (whole_run / "model/model.safetensors").samefile(saved)
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, whole_run):
 
 def test_the_model_has_the_last_weights_though_their_update_was_not_saved(command, pays):
     """Update 1 is saved, update 2 is not, and update 3 has no finite gradient."""
-    pays(lambda answer, number: float(len(answer) % 2) if number < 2 * 12 else 3e38)
+    pays(lambda answer, number: float(len(answer) % 2) if number < 2 * 8 else 3e38)
     flags = """--sft-steps 0 --env task --num-updates 3 --eval-num-tasks 0 --save-every 0 --lr 1e-3
         --algo reinforce --reinforce.baseline none --max-tokens 4 --run-name a""".split()
     code, _, err = command(*SMALL, *flags)

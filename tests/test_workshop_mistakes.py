@@ -1,8 +1,7 @@
-"""Mistakes as participants write them into scratch.py, and unusual solutions that are right.
+"""Unusual solutions that are right, and mistakes that core/workshop/mistakes.py does not have.
 
-The mistakes are other texts than those of core/workshop/mistakes.py: the checker sees only what the
-functions return. The right solutions are those furthest from ours: other precision, other algebra,
-other types, in place.
+The right solutions are those furthest from ours: other precision, other algebra, other types, in
+place. Of a mistake without a cause of its own the checker says the type, or what it observes.
 """
 
 import ast
@@ -25,7 +24,6 @@ K3 = "log_r.exp() - 1 - log_r"
 CASES: dict[str, list[tuple[str, ...]]] = {
     "token_logprobs": [
         ("NumPy", ".squeeze(-1)", ".squeeze(-1).detach().numpy()"),
-        ("returned None", "return all_logprobs", "all_logprobs"),
         ("observed: the shape",
          "    return logits[:, :-1].log_softmax(-1)[:, :, input_ids[:, 1:]]\n"),
         ("observed: every number is 0.4343 times", ".log_softmax(-1)", ".softmax(-1).log10()"),
@@ -41,9 +39,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "    return torch.BoolTensor(out[1:])\n"),
     ],
     "group_advantages": [
-        ("in the order of the groups", "advantages = torch.zeros_like(returns)", "advantages = []",
-         MEMBERS, "advantages.append(centered / (returns[members].std() + 1e-4))",
-         "return advantages", "return torch.cat(advantages)"),
         ("observed: the function raises",
          "    means = torch.stack([returns[group_ids == g].mean() for g in group_ids.unique()])\n"
          "    return returns - means[group_ids]\n"),
@@ -56,9 +51,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "        returns[m] /= s\n"
          "    return returns\n"),
     ],
-    "reinforce_loss": [
-        ("a float;", "return -", "return float(-", "mask.sum()", "mask.sum())"),
-    ],
     "clipped_loss": [
         ("right", "    ts = []\n"
          "    for x, o, a in zip(logprobs[mask], old_logprobs[mask], advantages[mask]):\n"
@@ -70,11 +62,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         ("right", f"return {K3}", "r = ref_logprobs.exp() / logprobs.exp(); return r-1 - r.log()"),
     ],
     "gae": [
-        ("left to right",
-         "    deltas = rewards + gamma * torch.cat([values[1:], torch.zeros(1)]) - values\n"
-         "    out, a = [], 0.0\n"
-         "    for delta in deltas:\n        a = delta + gamma * lam * a\n        out.append(a)\n"
-         "    return torch.stack(out)\n"),
         ("right", "    for t in reversed(range(len(rewards))):\n"
          "        last = t == len(rewards) - 1\n"
          "        rewards[t] = rewards[t] - values[t] + (0 if last else gamma * values[t+1] + "
