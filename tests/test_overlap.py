@@ -10,8 +10,11 @@ from conftest import metrics_of
 
 import train
 from core import distributed
-from core.run.ahead import copy_of
+from core.faults import Stopped
+from core.run.ahead import Ahead, copy_of
+from core.run.interrupt import Interrupt
 from core.run.log import read_records
+from core.sampler import Sampler
 
 SMALL = """--num-updates 4 --num-prompts 2 --group-size 4 --eval-num-tasks 8 --eval-every 2
     --save-every 1 --max-tokens 16 --lr 1e-3 --device cpu""".split()
@@ -122,6 +125,42 @@ def test_where_the_next_episodes_fail_the_update_is_saved_first(command):
     Path("repaired").touch()
     assert command("--resume", "runs/a")[0] == 0
     assert [record["update"] for record in metrics_of("runs/a")] == [0, 1, 2, 3, 4]
+
+
+def test_the_sampler_gets_new_weights_once_no_episode_is_open(command, monkeypatch):
+    waited, playing, seen = threading.Event(), [], []
+    collect, wait = train.collect_rollouts, Ahead.wait
+
+    def collect_rollouts(cfg, run, update):
+        if threading.current_thread() is threading.main_thread():
+            return collect(cfg, run, update)
+        playing.append(update)
+        assert waited.wait(60)  # until the loop waits for this thread
+        waited.clear()
+        collected = collect(cfg, run, update)
+        playing.clear()
+        return collected
+
+    monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
+    monkeypatch.setattr(Ahead, "wait", lambda ahead: waited.set() or wait(ahead))
+    monkeypatch.setattr(Sampler, "sync", lambda sampler: seen.append([*playing]))
+    assert command(*SMALL, "--overlap", "--run-name", "a")[0] == 0
+    assert len(seen) >= 4 and not any(seen)
+
+
+def test_what_was_taken_is_taken_once_and_what_is_closed_ends():
+    ahead = Ahead(Interrupt())
+    ahead.start(lambda: ([], []))
+    assert ahead.started and ahead.take() == ([], [])
+    assert not ahead.started and ahead.take() is None
+    ahead.check()
+    ahead.close()
+    with pytest.raises(Stopped):
+        ahead.check()
+    ahead = Ahead(Interrupt())
+    ahead.interrupt.requested = True
+    with pytest.raises(Stopped):
+        ahead.check_alone()
 
 
 def test_the_copy_has_trained_weights_of_its_own_and_shares_the_others(policy):

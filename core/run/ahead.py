@@ -65,9 +65,8 @@ class Ahead:
             return None
         self.wait()
         self.thread = None
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        if self.error is not None:
+            raise self.error
         return self.collected
 
     def check(self) -> None:
