@@ -200,7 +200,7 @@ def warm_start(cfg: Config, run: Run) -> None:
             run.interrupt.check()
             run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
             drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-            demonstrations = run.drop_failed(run.collector.demonstrate(drawn))
+            demonstrations = selection.drop_failed(run.collector.demonstrate(drawn), run.say)
             loss = sft_step(cfg, run, demonstrations)
             run.progress["sft_step"] = step + 1
             phase.advance(f"loss {loss:.3f}")
@@ -247,7 +247,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
-        usable = run.drop_failed(fresh)
+        usable = selection.drop_failed(fresh, run.say)
         if update == 1:
             selection.check_reward_parts(cfg, usable)
             selection.check_feedback(cfg, usable)

@@ -1,6 +1,6 @@
 """The errors that end a run, in one line each."""
 
-from environments.base import UsageError  # noqa: F401 (the first of them: exit code 2)
+from environments.base import UsageError  # the first of them: exit code 2
 
 # in the messages of PyTorch's allocators for GPUs, CPUs and Apple's GPUs
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -30,6 +30,10 @@ class NoServer(Fault):
 
 class RankLost(Fault):
     """Another process of torchrun ended; it may know why."""
+
+
+class EpisodesFailed(UsageError):
+    """The environment of more than half of the episodes failed."""
 
 
 class Stopped(Exception):

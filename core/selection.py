@@ -14,7 +14,7 @@ import torch
 from algorithms import common
 from core.batching import shape_rewards, to_rollout_batch
 from core.config import Config, needs
-from core.faults import UsageError
+from core.faults import EpisodesFailed, UsageError
 from core.types import Rollout
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
@@ -23,7 +23,7 @@ MAX_FAILED = 0.5  # fraction of an update's episodes
 def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rollout]:
     """The rollouts whose environment did not fail; `say` prints a warning about the others.
 
-    Raises UsageError if more than half failed.
+    Raises EpisodesFailed if more than half failed.
     """
     usable = [rollout for rollout in rollouts if not rollout.error]
     if failed := [rollout for rollout in rollouts if rollout.error]:
@@ -32,7 +32,7 @@ def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rol
         warning = (f"{count} of {total} episodes failed; the first one, {first.env} "
                    f"with seed {first.seed}: {first.error}").replace("\n", " ")  # fmt: skip
         if count > MAX_FAILED * total:
-            raise UsageError(warning)
+            raise EpisodesFailed(warning)
         say(warning)
     return usable
 

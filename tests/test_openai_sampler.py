@@ -208,11 +208,13 @@ def test_unreachable_server_is_one_line(policy, monkeypatch):
         ((STREAM, event("", "content_filter")), "finish reason 'content_filter'"),
         ((STREAM | {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**6))), "is compressed"),
         ((STREAM, event("a" * 10**5, "stop")), "has over 99,999 bytes"),
+        (({"Content-Type": "text/html"}, b"a" * 60_000), "has over 50,000 bytes"),
         ((STREAM, b'data: {"choices": [{"index": 1, "delta": {}}]}\n\n'), "several choices"),
     ],
 )
 def test_broken_answer_fails_its_own_request(server, policy, answer, reason, monkeypatch):
-    monkeypatch.setattr(openai_sampler, "MAX_BYTES", 99_999)
+    monkeypatch.setattr(openai_sampler, "MAX_STREAM_BYTES", 99_999)
+    monkeypatch.setattr(openai_sampler, "MAX_BODY_BYTES", 50_000)
     server.broken = {"bad": answer}
     first, broken, last = sample(server, policy, [chat("pear"), chat("bad"), chat("cherry")])
     assert (first.text, last.text) == ("<answer>1</answer>", "<answer>2</answer>")

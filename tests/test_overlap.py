@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from conftest import metrics_of
+from safetensors.torch import load_file
 
 import train
 from core import distributed
 from core.faults import Stopped
 from core.run.ahead import Ahead, copy_of
+from core.run.checkpoint import find_checkpoint
 from core.run.interrupt import Interrupt
 from core.run.log import read_records
 from core.sampler import Sampler
@@ -115,14 +117,19 @@ def test_ctrl_c_in_an_update_saves_and_the_resumed_run_goes_on_exactly(command, 
     assert metrics_of("runs/a") == metrics_of("runs/b")
 
 
-def test_where_the_next_episodes_fail_the_update_is_saved_first(command):
+@pytest.mark.parametrize("older", ["--overlap", "--staleness=2"])
+def test_where_the_next_episodes_fail_the_update_is_saved_first(command, older):
     Path("fails.py").write_text(FAILS)
-    flags = ["--env", "fails.py:Fails", "--eval-num-tasks", 0, "--save-every", 0]
-    code, _, err = command(*SMALL, *flags, "--overlap", "--run-name", "a")
+    flags = ["--env", "fails.py:Fails", "--eval-num-tasks", 0, "--save-every", 0, older]
+    code, _, err = command(*SMALL, *flags, "--run-name", "a")
     assert code == 2 and "8 of 8 episodes failed" in err
     assert err.count("resume with: python train.py --resume runs/a") == 1
     assert metrics_of("runs/a")[-1]["update"] == 2
     Path("repaired").touch()
+    assert command(*SMALL, *flags, "--num-updates", 2, "--run-name", "two")[0] == 0
+    saved, newest = (load_file(find_checkpoint(Path(f"runs/{name}")).folder / "weights.safetensors")
+                     for name in ("a", "two"))  # fmt: skip
+    assert all(saved[name].equal(weight) for name, weight in newest.items())
     assert command("--resume", "runs/a")[0] == 0
     assert [record["update"] for record in metrics_of("runs/a")] == [0, 1, 2, 3, 4]
 

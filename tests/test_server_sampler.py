@@ -437,10 +437,10 @@ def test_a_server_that_keeps_its_weights_is_refused(start_full, servers):
         start_full()
 
 
-@pytest.mark.parametrize("device, ranks", [("cpu", 1), ("cuda", 2)])
+@pytest.mark.parametrize("device, ranks", [("cpu", 1), ("cuda", 2), ("cuda:1", 1)])
 def test_all_weights_are_sent_from_one_process_on_a_gpu(monkeypatch, device, ranks):
     monkeypatch.setattr(distributed, "num_ranks", lambda: ranks)
-    with pytest.raises(UsageError, match="from one process on a GPU: add --lora-rank"):
+    with pytest.raises(UsageError, match="from one process on GPU 0: add --lora-rank"):
         weight_transfer.check(SimpleNamespace(device=torch.device(device)))
     monkeypatch.setattr(distributed, "num_ranks", lambda: 1)
     weight_transfer.check(SimpleNamespace(device=torch.device("cuda")))

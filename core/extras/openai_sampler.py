@@ -32,11 +32,11 @@ from core.types import Completion, Message
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
 MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
-MAX_BYTES = 1 << 26  # of an answer
+MAX_STREAM_BYTES = 1 << 26  # of an answer
+MAX_BODY_BYTES = 1 << 20  # of one that is no event stream, such as an error
 WAIT_S = 0.01  # for an answer, in one step
 CONCURRENCY = 8  # requests that are sent at once
 TIMEOUT_S = 600.0  # of one request with its retries; then its episode fails
-PARTS = "content", "refusal", "reasoning_content", "reasoning"  # the last of Ollama
 STOPPED = "stopped"
 SEND = ("", "send")  # the kind of all calls of the threads
 
@@ -145,7 +145,8 @@ class OpenAISampler(Sampler):
 
     def _answer(self, request: Request) -> tuple[str, str]:
         """The text and the finish reason of one request. Runs in a thread."""
-        parts, finish_reason, params = dict.fromkeys(PARTS, ""), "", request.params
+        text, finish_reason, params = "", "", request.params
+        thought = refusal = ""
         with self.client.chat.completions.create(
             model=self.model, messages=_for_server(request.chat or []), stream=True,
             seed=derive_seed(request.seed, request.stream), max_tokens=request.max_tokens,
@@ -160,21 +161,22 @@ class OpenAISampler(Sampler):
                 if len(choices) > 1 or any(choice.index for choice in choices):
                     raise RequestError("the server sent several choices; one was asked for")
                 for choice in choices:
-                    for name in PARTS:
-                        parts[name] += getattr(choice.delta, name, None) or ""
+                    text += choice.delta.content or ""
+                    refusal = (refusal + str(choice.delta.refusal or ""))[:200]
+                    for name in ("reasoning_content", "reasoning"):  # of vLLM, DeepSeek; of Ollama
+                        thought += str(getattr(choice.delta, name, None) or "")[:1]
                     finish_reason = choice.finish_reason or finish_reason
-                text = parts["content"]
                 self.latest = without_keys(text)[-80:]
                 if len(text) > MAX_CHARACTERS:
                     return without_keys(text[:MAX_CHARACTERS]), "length"
-        text, refusal, *thoughts = map(without_keys, parts.values())
+        text = without_keys(text)
         if not finish_reason:
             raise RequestError(f"the stream ended without a finish reason after: {text[-80:]!r}")
-        if any(thoughts):
+        if thought:
             self.instead = (": it only thinks, in a field of its own; raise --max-tokens, or "
                             "switch its thinking off at the server")  # fmt: skip
         elif refusal:
-            self.instead = f": it refuses: {refusal[:200]!r}"
+            self.instead = f": it refuses: {without_keys(refusal)!r}"
         return text, finish_reason
 
     def _count_failure(self, reason: str) -> Completion:
@@ -221,14 +223,15 @@ def _limit_size(response: Any) -> None:
     bytes could become gigabytes."""
     if response.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("the answer is compressed, which was not asked for")
-    read = response.iter_raw
+    is_stream = "event-stream" in response.headers.get("content-type", "")
+    limit, read = MAX_STREAM_BYTES if is_stream else MAX_BODY_BYTES, response.iter_raw
 
     def limited(chunk_size: int | None = None) -> Iterator[bytes]:
         size = 0
         for part in read(chunk_size):
             size += len(part)
-            if size > MAX_BYTES:
-                raise RequestError(f"the answer has over {MAX_BYTES:,} bytes")
+            if size > limit:
+                raise RequestError(f"the answer has over {limit:,} bytes")
             yield part
 
     response.iter_raw = limited

@@ -26,9 +26,9 @@ Post = Callable[[str, dict[str, Any]], None]  # asks the server: a path and a JS
 
 def check(policy: Policy) -> None:
     """Raises UsageError if this process cannot send the weights of `policy`."""
-    if policy.device.type != "cuda" or distributed.num_ranks() > 1:
-        raise UsageError("--sampler server sends all weights from one process on a GPU: add "
-                         "--lora-rank")  # fmt: skip
+    if str(policy.device) not in ("cuda", "cuda:0") or distributed.num_ranks() > 1:
+        raise UsageError("--sampler server sends all weights from one process on GPU 0: add "
+                         "--lora-rank, or choose the GPU with CUDA_VISIBLE_DEVICES")  # fmt: skip
 
 
 class WeightTransfer:
@@ -65,7 +65,7 @@ class WeightTransfer:
         self.version = version
         self.post("/pause?mode=abort", {})
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # vLLM reads them in streams of its own
+            torch.cuda.synchronize()  # of GPU 0; vLLM reads them in streams of its own
         try:
             within(SEND_S, self.engine.send_weights)
         except TimeoutError:

@@ -19,7 +19,7 @@ from core.algorithm import FOLDER, name_of, title_of
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
-from core.faults import NoServer, Stopped, UsageError
+from core.faults import EpisodesFailed, NoServer, Stopped, UsageError
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.loop.run import Run
@@ -78,6 +78,12 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                     interrupted = True
                     if cfg.sampler != "openai":
                         saved = run.save()
+                except EpisodesFailed as error:
+                    if not run.is_sampling:  # the weights are of an update that is not complete
+                        raise
+                    run.save()
+                    command = run.outputs.resume_command()
+                    raise EpisodesFailed(f"{error}; resume with: {command}") from None
                 except NoServer as error:
                     if run.is_sampling and distributed.num_ranks() == 1:
                         run.save()

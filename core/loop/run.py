@@ -10,7 +10,6 @@ from typing import Any
 from core import canary, distributed
 from core.config import Config
 from core.episodes import RolloutCollector
-from core.faults import UsageError
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.optimizer import MasterAdamW
@@ -22,7 +21,6 @@ from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
 from core.sampler import Sampler, TorchSampler
-from core.selection import drop_failed
 from core.types import Rollout
 from environments import rewarded
 
@@ -109,10 +107,7 @@ class Run:
 
     def take_ahead(self) -> Collected | None:
         """What the thread has collected, or None if none was started. Raises what it raised."""
-        try:
-            collected = self.ahead.take()
-        except UsageError as error:
-            raise self.after_saving(error) from None
+        collected = self.ahead.take()
         if collected and self.seen_ahead:
             self.canary, self.sampled_at = self.seen_ahead.canary, perf_counter()
         return collected
@@ -183,20 +178,6 @@ class Run:
         self.progress["update"] = update
         self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
         return self.stopped
-
-    def drop_failed(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts whose environment did not fail; if over half failed, saves and raises."""
-        try:
-            return drop_failed(rollouts, self.say)
-        except UsageError as error:
-            if self.next_update == 0 or self.interrupt is self.ahead:  # then `take_ahead` saves
-                raise
-            raise self.after_saving(error) from None
-
-    def after_saving(self, error: UsageError) -> UsageError:
-        """Saves; returns the error with the command that resumes the run."""
-        self.save()
-        return UsageError(f"{error}; resume with: {self.outputs.resume_command()}")
 
     def save(self) -> bool:
         """Saves a checkpoint; see `Outputs.save`."""

@@ -32,13 +32,11 @@ def older_weights(
         yield
         return
     weights = policy.trainable()
-    try:
-        with borrowed(weights) as present:
-            if not sampled:
-                copy_weights(older[0] if older else present, weights)
-                sampler.sync()
-            yield
-    finally:
+    with borrowed(weights) as present:
         if not sampled:
+            copy_weights(older[0] if older else present, weights)
             sampler.sync()
+        yield
+    if not sampled:
+        sampler.sync()
     older.append(present)
