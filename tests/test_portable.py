@@ -107,6 +107,7 @@ def used(node):
         yield from (alias.name for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         yield f"{node.value.id}.{node.attr}"
     for child in ast.iter_child_nodes(node):
