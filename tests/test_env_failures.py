@@ -14,6 +14,7 @@ from core import evaluation, metrics
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.faults import UsageError
+from core.run.checkpoint import find_checkpoint
 from core.selection import drop_failed
 from core.tasks import Task
 from environments.base import (
@@ -209,3 +210,18 @@ def test_a_server_that_dies_ends_the_run_which_a_new_server_continues(command, o
     code, _, err = command("--resume", "runs/a")
     records = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
     assert (code, [record["update"] for record in records]) == (0, [0, 1, 2, 3, 4])
+
+
+def test_where_an_evaluation_fails_no_update_is_saved_that_is_not_complete(command, one_turn):
+    class LaterEvaluations:
+        asked = 0
+
+        def __contains__(self, seed):
+            self.asked += seed in EVAL_SEEDS
+            return seed in EVAL_SEEDS and self.asked > 4  # the first evaluation has four tasks
+
+    one_turn(fails_for=LaterEvaluations())
+    flags = ["--env", "one", "--num-prompts", "2", "--group-size", "2", "--eval-num-tasks", "4"]
+    code, _, err = command(*flags, "--num-updates", "2", "--max-tokens", "4", "--run-name", "a")
+    assert code == 2 and "4 of 4 episodes failed" in err and "resume" not in err
+    assert find_checkpoint(Path("runs/a")).progress["update"] == 1
