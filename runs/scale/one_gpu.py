@@ -6,8 +6,8 @@
     python runs/scale/one_gpu.py adapters --device cpu
 
 Each prints a JSON line per run: what it recorded in each update. NCCL refuses two processes on one
-GPU; NCCL_HOSTID makes them look like two machines, which talk through sockets. So what works here
-is right, and its time says nothing about two GPUs.
+GPU; NCCL_HOSTID makes them look like two machines, which talk through sockets. The times say
+nothing about two GPUs.
 """
 
 import json
@@ -32,6 +32,14 @@ ON_GPU = "--dtype bfloat16 --gpu-memory-utilization 0.1 --kv-cache-memory-bytes 
 # vLLM's build for CPUs ends if it cuts the prompt of a request with a seed into chunks
 ON_CPU = """--dtype float32 --enforce-eager --no-enable-chunked-prefill
     --max-num-batched-tokens 4096"""
+SERVER = {
+    "adapters": "--enable-lora --max-loras 1 --max-lora-rank 8",
+    "weights": '--weight-transfer-config {"backend":"nccl"}',
+}
+TRAINER = {
+    "adapters": "--lora-rank 8 --lr 1e-3 --num-updates 10 --adapter-folder adapters",
+    "weights": "--num-updates 10",
+}
 SHOWN = ("reward/mean", "loss", "grad/norm", "gap/logprob_mean", "gap/logprob_max", "time/sync_s",
          "time/rollout_s", "time/train_s", "eval/letter_counting/accuracy")  # fmt: skip
 
@@ -44,7 +52,7 @@ class Args:
     device: str = "cuda"
     flags: str = ""  # more of train.py
     server_flags: str = ""  # more of vllm serve
-    out: str = "one_gpu"  # a folder for the runs and the server's log
+    out: str = "runs/one_gpu"  # a folder for the runs and the server's log
 
 
 def main(args: Args) -> None:
@@ -66,16 +74,6 @@ def main(args: Args) -> None:
                    + SERVER[args.what], "server", f"{args.what}-server.log")  # fmt: skip
     flags = f"--sampler server --base-url http://127.0.0.1:{port} --max-model-len 512 {common}"
     train("", f"{flags} {TRAINER[args.what]}", args.what, beside=server)
-
-
-SERVER = {
-    "adapters": "--enable-lora --max-loras 1 --max-lora-rank 8",
-    "weights": '--weight-transfer-config {"backend":"nccl"}',
-}
-TRAINER = {
-    "adapters": "--lora-rank 8 --lr 1e-3 --num-updates 10 --adapter-folder adapters",
-    "weights": "--num-updates 10",
-}
 
 
 def free_port() -> int:
