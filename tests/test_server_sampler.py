@@ -6,9 +6,6 @@ The small ones draw with a policy of their own, which reads the adapters from th
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -29,7 +26,7 @@ from test_sampler import check_first_tokens, trainer_gap
 
 import train
 from core import canary, distributed
-from core.config import is_installed
+from core.config import Config, is_installed, resolve
 from core.extras import server_sampler, weight_transfer
 from core.extras.server_sampler import SAMPLE, ServerSampler
 from core.faults import UsageError
@@ -39,6 +36,8 @@ from core.run.log import read_records
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.seeds import derive_seed
 from core.tiny import PRETRAINED
+from environments.plumbing import processes
+from runs.scale.with_server import free_port, server_command
 
 PROMPTS = [[65, 66, 67]] * 4 + [[70, 71]] * 4
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
@@ -516,34 +515,26 @@ def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
 class Engine:
     """vLLM's own server with the weights of tiny, in a process group of its own."""
 
-    def __init__(self, flags, **environment):
-        self.flags, self.environment = flags.split(), environment
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, lora_rank, *flags, **environment):
+        port, cfg = free_port(), Config(lora_rank=lora_rank, device="cpu", max_model_len=512)
+        own = """VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 VLLM_HOST_IP=127.0.0.1
+            VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind"""
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        self.command = [*server_command(resolve(cfg)), *address, *flags]
+        self.environment = dict(pair.split("=") for pair in own.split()) | environment
+        self.url = f"http://127.0.0.1:{port}"
         self.start()
 
     def start(self):
-        # vLLM's build for CPUs ends if it cuts the prompt of a request with a seed into chunks
-        flags = f"""--model {PRETRAINED} --host 127.0.0.1 --port {self.port} --max-model-len 512
-            --enable-scale-out --logprobs-mode processed_logprobs --dtype float32 --enforce-eager
-            --no-enable-chunked-prefill --max-num-batched-tokens 4096""".split()
-        own = """VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 VLLM_HOST_IP=127.0.0.1
-            VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind"""
-        env = os.environ | dict(pair.split("=") for pair in own.split()) | self.environment
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += [*flags, *self.flags]
-        self.process = subprocess.Popen(command, env=env, start_new_session=True)
+        self.process = processes.start(self.command, env=os.environ | self.environment)
 
     def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        processes.kill(self.process)
 
 
 @pytest.fixture(scope="module")
 def engines():
-    flags = "--enable-lora --max-loras 1 --max-lora-rank 8"
-    started = [Engine(flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") for _ in range(2)]
+    started = [Engine(8, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") for _ in range(2)]
     yield started
     for engine in started:
         engine.kill()
@@ -559,7 +550,7 @@ def engine_for_weights(tmp_path):
         "[vllm.general_plugins]\nweight_file = weight_file:register\n"
     )
     started = Engine(
-        '--weight-transfer-config {"backend":"file"}',
+        0, "--weight-transfer-config", '{"backend": "file"}',
         VLLM_SERVER_DEV_MODE="1", WEIGHTS_FILE=str(tmp_path / "weights"),
         PYTHONPATH=os.pathsep.join(map(str, (plugin.parent, Path(__file__).parent))),
     )  # fmt: skip
