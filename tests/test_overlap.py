@@ -18,7 +18,7 @@ from core.run.interrupt import Interrupt
 from core.run.log import read_records
 from core.sampler import Sampler
 
-SMALL = """--num-updates 4 --num-prompts 2 --group-size 4 --eval-num-tasks 8 --eval-every 2
+SMALL = """--num-updates 3 --num-prompts 2 --group-size 4 --eval-num-tasks 4 --eval-every 2
     --save-every 1 --max-tokens 16 --lr 1e-3 --device cpu""".split()
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
 CASES = {
@@ -90,7 +90,7 @@ def test_it_has_the_metrics_and_rollouts_of_staleness_1(command, threads, case):
     for name, flag in (("a", "--staleness=1"), ("b", "--overlap")):
         code, _, err = command(*flags, flag, "--run-name", name)
         assert code == 0, err
-    assert threads == {1: True, 2: False, 3: False, 4: False}
+    assert threads == {1: True, 2: False, 3: False}
     assert metrics_of("runs/a") == metrics_of("runs/b")
     one, other = (Path(f"runs/{name}/rollouts.jsonl").read_text() for name in "ab")
     assert one == other
@@ -131,7 +131,7 @@ def test_where_the_next_episodes_fail_the_update_is_saved_first(command, older):
                      for name in ("a", "two"))  # fmt: skip
     assert all(saved[name].equal(weight) for name, weight in newest.items())
     assert command("--resume", "runs/a")[0] == 0
-    assert [record["update"] for record in metrics_of("runs/a")] == [0, 1, 2, 3, 4]
+    assert [record["update"] for record in metrics_of("runs/a")] == [0, 1, 2, 3]
 
 
 def test_the_sampler_gets_new_weights_once_no_episode_is_open(command, monkeypatch):
@@ -152,7 +152,7 @@ def test_the_sampler_gets_new_weights_once_no_episode_is_open(command, monkeypat
     monkeypatch.setattr(Ahead, "wait", lambda ahead: waited.set() or wait(ahead))
     monkeypatch.setattr(Sampler, "sync", lambda sampler: seen.append([*playing]))
     assert command(*SMALL, "--overlap", "--run-name", "a")[0] == 0
-    assert len(seen) >= 4 and not any(seen)
+    assert len(seen) >= 3 and not any(seen)
 
 
 def test_what_was_taken_is_taken_once_and_what_is_closed_ends():

@@ -40,7 +40,7 @@ from environments.plumbing import processes
 from runs.scale.with_server import free_port, server_command
 
 PROMPTS = [[65, 66, 67]] * 4 + [[70, 71]] * 4
-PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5)
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=5)
 
 
 class VLLM(BaseHTTPRequestHandler):

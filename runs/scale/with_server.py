@@ -41,9 +41,9 @@ def main(args: list[str]) -> int:
     """Trains with a server of its own. Returns the exit code of train.py."""
 
     def with_server(_: Any) -> int:
+        cfg = resolve(cli.parse(args))
         if not is_installed("vllm"):
             raise UsageError('vllm is not installed; pip install -e ".[vllm]"')
-        cfg = resolve(cli.parse(args))
         flags = ["--sampler", "server"]
         if cfg.lora_rank and not cfg.adapter_folder:
             flags += ["--adapter-folder", str(RUNS.absolute() / "adapters")]
