@@ -16,7 +16,7 @@ core/feedback.py. algorithms/README.md has an example.
 """
 
 import importlib
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,8 @@ def load_algorithm(algo: str) -> Any:
     try:
         file = find_file(algo)
         text = file.read_text(encoding="utf-8", errors="replace")
-        if name == "scratch" and not all(part in text for part in PARTS):  # the exercises
+        exercises = name == "scratch" or "core.workshop.checker" in text  # scratch.py, or a copy
+        if exercises and not all(part in text for part in PARTS):
             return importlib.import_module(WORKSHOP).ScratchAlgorithm  # imports it at the start
         module = import_file(file)
     except UsageError as error:
@@ -110,6 +111,9 @@ def load_algorithm(algo: str) -> Any:
     options: type = module.Options
     if not is_dataclass(options):
         raise UsageError(f"--algo {algo}: Options must be a dataclass")
+    for field in fields(options):
+        if field.default is field.default_factory is MISSING:
+            raise UsageError(f"--algo {algo}: Options.{field.name} needs a default")
     if not issubclass(options, LoopOptions):  # the loop reads them, too
         both = type("Options", (options, LoopOptions), {"__module__": module.__name__})
         vars(module)["Options"] = both

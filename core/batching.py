@@ -184,15 +184,19 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
 def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> None:
     """Keeps what `compute_advantages` returned: the advantages [B, N], or a dict with them.
 
-    Further tensors [B, N] are for `compute_loss`, numbers for the log.
+    Further tensors [B, N] are for `compute_loss`, numbers for the log. Raises UsageError.
     """
     found = found if isinstance(found, dict) else {"advantages": found}
     if not isinstance(found.get("advantages"), Tensor):
         raise UsageError("compute_advantages must return the advantages, a tensor [B, N], or a "
                          'dict {"advantages": .., ..}')  # fmt: skip
+    shape = batch.completion_mask.shape
     for name, value in found.items():
-        if not isinstance(value, Tensor):
-            batch.metrics[name] = value
+        if not isinstance(value, Tensor) or not value.dim():
+            batch.metrics[name] = float(value)
+        elif value.shape != shape:
+            raise UsageError(f"compute_advantages: {name} has the shape {[*value.shape]}, not that "
+                             f"of batch.completion_mask, {[*shape]}")  # fmt: skip
         elif name in TENSORS:
             setattr(batch, name, value)
         else:

@@ -106,6 +106,7 @@ class Agent:
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
     has_step: bool = False  # the environment returned a Step for it
+    has_ended: bool = False  # its last Step had done=True
     given: str = ""  # the prefill of the last answer
 
     def begin(self, messages: list[Message]) -> None:
@@ -162,7 +163,7 @@ class Agent:
 
     def read(self, step: Step) -> None:
         """Adds the reward to the last turn, and makes a prompt of the next message."""
-        self.has_step = True
+        self.has_step, self.has_ended = True, step.done
         if self.rollout.turns:
             self.rollout.turns[-1].reward += step.reward
         self.rollout.info = step.info or self.rollout.info

@@ -327,12 +327,15 @@ def resume(play: Play, answers: list[Outcome]) -> Sequence[Wanted] | None:
 
 
 def check_seats(episode: Episode) -> None:
-    """Raises ValueError if the episode ended without a Step for an agent that has acted."""
+    """Raises ValueError if the episode ended without a Step for an agent that has acted, or without
+    the end of an agent."""
     agents = episode.agents.values()
     if not any(agent.prompt_ids or agent.context_full for agent in agents):
         for agent in agents:
             if agent.rollout.turns and not agent.has_step:
                 raise ValueError(f"step() never returned a Step for {agent.rollout.agent}")
+        if not any(agent.has_ended for agent in agents):
+            raise ValueError("step() asks no agent to act, and done is False for all of them")
 
 
 def error_text(error: BaseException) -> str:

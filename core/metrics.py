@@ -64,7 +64,7 @@ class UpdateStats:
             "tokens": micro.num_tokens,
             "in_loss": int(micro.loss_mask.sum()),
         }
-        _add(sums | of_all, to=self.step_sums)
+        _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
 
     def end_minibatch(self, epoch: int) -> None:
         """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""

@@ -154,6 +154,12 @@ def test_solutions_train_as_the_library_does(command):
     assert Path("runs/mine/scratch.py").read_text(encoding="utf-8") == text
 
 
+def test_a_copy_of_scratch_may_have_any_name(tmp_path):
+    copy = tmp_path / "copy.py"
+    copy.write_bytes(STUBS.read_bytes())
+    assert load_algorithm(str(copy)) is ScratchAlgorithm
+
+
 def test_a_file_called_scratch_may_be_a_whole_algorithm(tmp_path):
     text = "from algorithms.grpo import Options, compute_advantages, compute_loss\n"
     (tmp_path / "scratch.py").write_text(text, encoding="utf-8")

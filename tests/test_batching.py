@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from core.batching import cut, minibatches, to_rollout_batch
+from core.batching import add_advantages, cut, minibatches, to_rollout_batch
+from core.faults import UsageError
 from core.types import Rollout, Turn
 
 
@@ -17,6 +18,16 @@ def rollout(*turns, group_id=0):
 
 TWO_TURNS = rollout(([1, 2], [3, 9], 0.25), ([1, 2, 3, 9, 4], [5, 9], 1.0))
 DROPPED = rollout(([1, 2], [3, 9], 0.0), ([1, 2, 9, 4], [5, 6, 9], 1.0))  # 3 left the context
+
+
+def test_advantages_have_the_shape_of_the_batch_and_numbers_are_logged():
+    batch = to_rollout_batch([DROPPED, DROPPED])
+    given = torch.ones(2, 5)
+    add_advantages(batch, {"advantages": given, "returns": given * 2, "mine/mean": given.mean()})
+    assert batch.advantages is given and batch.metrics["mine/mean"] == 1.0
+    for wrong in (given.T, given[:, :1], given[:, 0]):
+        with pytest.raises(UsageError, match=r"returns has the shape .*, \[2, 5\]$"):
+            add_advantages(batch, {"advantages": given, "returns": wrong})
 
 
 def test_a_changed_context_starts_a_new_sequence():

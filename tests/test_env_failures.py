@@ -159,6 +159,19 @@ def test_a_seat_that_never_gets_a_step_is_an_error_unless_the_episode_is_cut(pol
     assert [r.error for r in play(policy, Task("unfair", 0, 0))] == ["", ""]
 
 
+def test_a_step_that_asks_and_ends_no_agent_is_an_error(policy, monkeypatch):
+    class Silent(MultiAgentEnv):
+        def reset(self, seed):
+            return {"ann": [message("go")], "bob": [message("go")]}
+
+        def step(self, responses):
+            return {name: Step(None, 1.0, False) for name in responses}
+
+    monkeypatch.setitem(registry.ENVIRONMENTS, "silent", Silent)
+    reason = "ValueError: step() asks no agent to act, and done is False for all of them"
+    assert [r.error for r in play(policy, Task("silent", 0, 0))] == [reason] * 2
+
+
 def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch):
     class Crowd(MultiAgentEnv):
         """Nine agents with an even seed, one with an odd seed, whose episode fails."""

@@ -173,6 +173,9 @@ def test_api_key_appears_in_no_message(server, policy, monkeypatch):
     server.broken["bad"] = STREAM, event("a secret") + event("-7 b secret-8", "stop")
     [completion] = sample(server, policy, [chat("bad")])
     assert completion.text == "a [key] b [key]"
+    monkeypatch.setenv("OPENAI_API_KEY", "s")  # any text, for a server that needs no key
+    server.broken["bad"] = STREAM, event("as it is", "stop")
+    assert sample(server, policy, [chat("bad")])[0].text == "as it is"
     monkeypatch.setenv("OPENAI_API_KEY", "secret-7\x1b")
     with pytest.raises(UsageError, match="OPENAI_API_KEY has characters") as error:
         sample(server, policy, [chat("pear")])

@@ -7,19 +7,50 @@ import yaml
 from conftest import metrics_of
 
 from core.algorithm import algorithm_names, load_algorithm
+from core.config import Config
+from core.faults import UsageError
+from core.run.folder import config_to_dict, create_run, read_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "algorithms/README.md").read_text(encoding="utf-8")
 MINE = README.partition("```python\n")[2].partition("```")[0]
+OPTIONS = """from enum import Enum
+from pathlib import Path
+from dataclasses import field
+import numpy as np
+
+
+class Mode(Enum):
+    FAST = 1
+
+
+@dataclass(frozen=True)
+class Options(LoopOptions):
+    clip_high: float = float("inf")
+    step: float = np.float64(0.5)
+    mode: Mode = Mode.FAST
+    path: Path = Path("a b")
+    parts: dict[str, float] = field(default_factory=lambda: {"a": 1.0, "b": 2.0})
+    ids: set[int] = field(default_factory=lambda: {3, 4})
+    pair: tuple[int, float] = (1, 2.5)
+    limit: int | None = None
+    on: bool = True
+"""
 LAST = "return torch.where(batch.completion_mask, (returns == best).float(), 0.0)"
 WITH_METRIC = """advantages = torch.where(batch.completion_mask, (returns == best).float(), 0.0)
-    return {"advantages": advantages, "mine/best": best.mean().item()}"""
+    return {"advantages": advantages, "mine/best": best.mean()}
+
+
+def compute_loss(*of_grpo):
+    loss, sums = grpo.compute_loss(*of_grpo)
+    return loss, sums | {"mine/tokens": of_grpo[2].completion_mask.sum()}"""
 SHORT = "--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 2".split()
 
 
 def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
     assert LAST in MINE
-    Path("mine.py").write_text(MINE.replace(LAST, WITH_METRIC))
+    text = MINE.replace(LAST, WITH_METRIC).replace("algorithms import", "algorithms import grpo,")
+    Path("mine.py").write_text(text)
     algo = ["--algo", "mine.py", "--mine.clip-high", "0.28"]
     code, out, err = command(*SHORT, *algo, "--num-updates", "1", "--run-name", "a")
     assert code == 0 and "picoRL · mine · letter_counting" in out and "clip_high=0.28" in out, err
@@ -32,7 +63,7 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
     _, *updates = metrics_of("runs/a")
     for record in updates:
         assert record["update/steps"] == 1 and record["grad/norm"] > 0
-        assert 0 <= record["mine/best"] <= 1
+        assert 0 <= record["mine/best"] <= 1 == record["mine/tokens"]  # a mean over tokens
     code, _, err = command("--resume", "runs/a", "--mine.clip-high", "0.3")
     assert code == 2 and "mine.clip_high is 0.28 in this run, not 0.3" in err
 
@@ -44,15 +75,30 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
         ("import nonsense_module\n", "ModuleNotFoundError: No module named 'nonsense_module' "
                                      "(mine.py, line 1)"),
         (MINE.replace("@dataclass(frozen=True)\n", ""), "Options must be a dataclass"),
+        (MINE.replace("float = 0.2  #", "float  #"), "Options.clip_low needs a default"),
         (MINE.replace('{"groups", ', '{"group", '), "needs 'group': choose groups, value_head, "),
     ],
-    ids=range(4),
+    ids=range(5),
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
     code, out, err = command("--algo", "mine.py")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("train.py: --algo ") and named in err
+
+
+def test_options_of_all_kinds_are_read_again(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.replace("class Options", "class Unused") + OPTIONS)
+    options = load_algorithm(str(file)).Options()
+    folder = create_run(tmp_path / "a", config_to_dict(Config(algo=str(file), options=options)))
+    assert read_config(folder / "config.yaml", trust=True).options == options
+    file = tmp_path / "other.py"
+    file.write_text("from typing import Any\n" + MINE.replace("clip_low: float", "clip_low: Any"))
+    options = load_algorithm(str(file)).Options()
+    with pytest.raises(UsageError, match=r"b/config.yaml: other.clip_low: invalid value '0.2'$"):
+        create_run(tmp_path / "b", config_to_dict(Config(algo=str(file), options=options)))
+    assert not (tmp_path / "b").exists()
 
 
 def test_every_algorithm_of_the_folder_is_found_and_explains_itself():

@@ -63,6 +63,7 @@ COMMANDS = [  # a command line, and what its message names
     ("--env leter_counting", "letter_counting"),
     ("--env letter_counting:level=3", "'level'"),
     ("--env math_qa:data=shape.jsonl", "row 1"),
+    ("--env environments.base:MAX_REWARD", "MAX_REWARD is no class and no function"),
     ("--config none.yaml", "none.yaml"),
     ("--run-name there", "runs/there"),
     ("--run-name ..", "--run-name"),

@@ -4,7 +4,7 @@ import os
 
 from core.faults import UsageError
 
-MIN_KEY = 8  # characters of a value of a header that is taken for a key
+MIN_KEY = 8  # characters; servers that need no key get a shorter text, such as "any"
 
 
 def api_key() -> str:
@@ -18,8 +18,8 @@ def api_key() -> str:
 def without_keys(text: str) -> str:
     """`text` without the API key and those in OPENAI_CUSTOM_HEADERS."""
     headers = os.environ.get("OPENAI_CUSTOM_HEADERS", "").splitlines()
-    own = [word for line in headers for word in line.split()[-1:] if len(word) >= MIN_KEY]
-    for key in filter(None, (_key(), *own)):
+    keys = [_key(), *(word for line in headers for word in line.split()[-1:])]
+    for key in (key for key in keys if len(key) >= MIN_KEY):
         text = text.replace(key, "[key]")
     return text
 

@@ -214,7 +214,11 @@ def run(
 def answer_at_once(args: list[str]) -> None:
     """Exit for --help and for all that `parse` rejects, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch, for the algorithm
-    if code := run(lambda _: 0, args, starting=True):
+    try:
+        code = run(lambda _: 0, args, starting=True)
+    except BrokenPipeError:  # --help | head
+        os._exit(0)  # at its usual exit Python would write once more
+    if code:
         sys.exit(code)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import math
 import os
 import reprlib
 import shlex
@@ -17,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -50,7 +52,7 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     left_out = {"options", "run_name", *COMMAND_LINE_ONLY}
     values = {k: v for k, v in vars(cfg).items() if k not in left_out}
     if cfg.options is not None:
-        values[name_of(cfg.algo)] = dict(vars(cfg.options))
+        values[name_of(cfg.algo)] = {k: _as_words(v) for k, v in vars(cfg.options).items()}
     return {k: [*map(str, v)] if isinstance(v, tuple) else v for k, v in values.items()}
 
 
@@ -170,6 +172,7 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
     """Creates the folder of a new run with its config.yaml, and returns it.
 
     If it exists, raises UsageError; with `take_next`, counts the number at the end of its name up.
+    Raises UsageError for an option that could not be read again.
     """
     part = run.with_name(f"{PART}{run.name}-{os.getpid()}")
     try:
@@ -179,6 +182,7 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
         raise UsageError(f"{run.parent} is no folder; remove it") from None
     try:
         write_config(part, settings)
+        as_config(read_settings(part / "config.yaml"), run / "config.yaml", {}, trust=True)
         while True:
             try:
                 os.rename(part, run)  # fails if `run` is a folder that is not empty
@@ -277,6 +281,19 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
     return typed
 
 
+def _as_words(value: Any) -> Any:
+    """The value of an option as `_from_words` reads it from a file."""
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)  # NumPy's, too
+    if value is None or isinstance(value, int | str):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        value = [*itertools.chain(*value.items())]
+    return [*map(str, value)] if isinstance(value, list | tuple | set) else str(value)
+
+
 def _from_words(kind: Any, value: Any) -> Any:
     """A text, or a list of texts, as the command line reads it. Raises ValueError."""
     if kind is bool and isinstance(value, str):
@@ -285,6 +302,8 @@ def _from_words(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind) or not all(isinstance(word, str) for word in words):
         raise ValueError
     spec: Any = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+    if isinstance(spec, Exception):  # of a type that no flag has
+        raise ValueError
     if spec.nargs == 1:
         [word] = words
         words = ["None"] if type(None) in get_args(kind) and word in ("", "null") else words

@@ -201,9 +201,12 @@ class EnvSpec(str):
                              "FILE.py:Class, or train.run(.., env=Class) in Python; available: "
                              f"{', '.join(list_envs())}")  # fmt: skip
         try:
-            return import_attribute(source, attribute)
+            found = import_attribute(source, attribute)
         except UsageError as error:
             raise UsageError(f"--env {self}: {error}") from error
+        if not callable(found):
+            raise UsageError(f"--env {self}: {attribute} is no class and no function")
+        return found
 
     def accepts(self, key: str) -> bool:
         """Whether the environment has an option `key`."""
