@@ -10,6 +10,7 @@ It is 0 if the sampler has the trainer's weights, 1 if it has those before the u
 with each further update that it misses, at any learning rate.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ FEWEST = 8  # tokens that have to move by ROUNDING, or fewer further: one may be
 
 
 def compare(
-    policy: Policy, sampler: Sampler, before: dict[str, Any]
+    policy: Policy,
+    sampler: Sampler,
+    before: dict[str, Any],
+    on_progress: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """The metric `gap/canary`, and what the next call needs as `before`; {} at first.
 
@@ -37,7 +41,7 @@ def compare(
     """
     prompt = policy.tokenizer.encode(TEXT, add_special_tokens=False)
     prompt = prompt[: max(1, policy.max_length - PARAMS.max_tokens)]
-    [drawn] = sampler.sample([prompt], PARAMS)
+    [drawn] = sampler.sample([prompt], PARAMS, on_progress)
     now = score(policy, prompt, drawn.token_ids).double()  # [N]
     pairs = zip(drawn.token_ids, before.get("token_ids", []), strict=False)
     same = [a == b for a, b in pairs]

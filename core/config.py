@@ -520,7 +520,7 @@ def _problems(cfg: Config) -> Iterator[str]:
                "thread, as it may use signal.alarm: make reward functions async, or remove one of "
                "them")  # fmt: skip
     if cfg.sampler == "server":
-        if not cfg.base_url:
+        if not server_urls(cfg.base_url):
             yield "--sampler server needs --base-url http://HOST:8000,.."
         if bool(cfg.lora_rank) != bool(cfg.adapter_folder):
             yield ("--adapter-folder DIR is where the servers find the adapters of --lora-rank: "

@@ -121,6 +121,11 @@ class Sampler(ABC):
     def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
         """Makes the weights of the optimizer's steps take effect. Call it before sampling again."""
 
+    def ahead(self, policy: Policy) -> "Sampler":
+        """What samples while the policy trains (--overlap); `policy`: a copy with the weights that
+        this sampler has."""
+        return self
+
     def __enter__(self) -> "Sampler":
         return self
 
@@ -150,6 +155,11 @@ class TorchSampler(Sampler):
         self.cache: Any = None  # keys and values of the batch, and the logits of its next tokens
         self.ended: list[tuple[Request, Completion]] = []
         self.masks: dict[bytes, bytes] = {}  # of the batch, so that equal ones are one object
+
+    def ahead(self, policy: Policy) -> Sampler:
+        other = TorchSampler(policy, self.draw_function)
+        other.say = self.say
+        return other
 
     def add(self, request: Request) -> None:
         self.waiting.append(_Partial(request, completion_limit(self.policy, request)))

@@ -50,10 +50,10 @@ class Overdue(BaseException):
 class Threads:
     """`count`: calls of slow environments at the same time; the others wait.
     `limit`: seconds per call, 0: no limit.
-    `interrupts`: whether calls that are given up are interrupted."""
+    `own`: the calls are picoRL's own: they are not interrupted, and stay in the folder."""
 
-    def __init__(self, count: int, limit: float, interrupts: bool = True):
-        self.count, self.limit, self.interrupts = count, limit or math.inf, interrupts
+    def __init__(self, count: int, limit: float, own: bool = False):
+        self.count, self.limit, self.own = count, limit or math.inf, own
         self.say: Callable[[str], None] = lambda line: None
         self.said = set[Any]()  # keys of lines
         self.slow = set[Kind]()
@@ -192,7 +192,7 @@ class _Worker(threading.Thread):
                     time.sleep(LEAVE)  # Overdue may be on its way, and must not meet another thread
                     return
                 seconds = time.monotonic() - since
-                if _stayed_in(threads.folder):
+                if threads.own or _stayed_in(threads.folder):
                     pass
                 elif threads.draws_freely:  # a program did, not this call
                     threads.say_once("an agent changed the working directory, which all share: the "
@@ -233,7 +233,7 @@ class _Worker(threading.Thread):
             except ValueError:  # it has just ended
                 return None
             self.given_up = True
-            if self.threads.interrupts:
+            if not self.threads.own:
                 ident, error = ctypes.c_ulong(self.ident or 0), ctypes.py_object(Overdue)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
             return key

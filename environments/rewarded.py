@@ -57,7 +57,7 @@ from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageE
 from environments.parsing import user
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_hub, read_jsonl
-from environments.plumbing.registry import EnvSpec, find_file, import_attribute
+from environments.plumbing.registry import EnvSpec, find_file, import_attribute, make
 
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 
@@ -219,7 +219,8 @@ def needs_main_thread(spec: EnvSpec) -> bool:
     these run in the event loop's thread."""
     if spec.name == "rewarded":
         return not all(map(inspect.iscoroutinefunction, import_functions(spec.values["reward"])))
-    return bool(spec.declares("main_thread"))
+    known: Any = spec.constructor if inspect.isclass(spec.constructor) else make(spec)
+    return bool(known.main_thread)
 
 
 def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:

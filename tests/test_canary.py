@@ -2,6 +2,7 @@
 
 import copy
 import math
+import signal
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -80,3 +81,18 @@ def test_two_canaries_in_a_row_are_a_warning(lags, named):
     warnings = diagnostics.new_warnings(records)
     assert [*warnings] == ["stale_weights"] * bool(named)
     assert all(f"it lacks {named} of an update" in message for message in warnings.values())
+
+
+def test_ctrl_c_is_answered_while_a_server_is_waited_for(command, monkeypatch):
+    sample = TorchSampler.sample
+
+    def waits(sampler, prompts, params, on_progress=lambda: None):
+        if params == canary.PARAMS:
+            signal.raise_signal(signal.SIGINT)
+            on_progress()
+            pytest.fail("it goes on")
+        return sample(sampler, prompts, params, on_progress)
+
+    monkeypatch.setattr(TorchSampler, "sample", waits)
+    code, out, _ = command("--eval-num-tasks", 0, "--num-updates", 1)
+    assert code == 130 and "stopped and saved" in out

@@ -50,6 +50,9 @@ class Alarms(Env):
 
     def step(self, response):
         return Step(None, 0.0, True)
+
+def make():
+    return Alarms()
 """
 FAILS = """
 import os
@@ -192,6 +195,7 @@ def test_the_copy_has_trained_weights_of_its_own_and_shares_the_others(policy):
             "is called in the main thread",
         ),
         ("--env judges.py:Alarms", "is called in the main thread"),
+        ("--env judges.py:make", "is called in the main thread"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(command, flags, said):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler
@@ -315,6 +316,53 @@ def test_a_request_that_hangs_is_answered_elsewhere(start, servers):
     seeds = {body["sampling_params"]["seed"] for body in asked(two)}
     assert seeds >= {derive_seed(5, i) % 2**31 for i in range(2)}
     release.set()
+
+
+def test_a_server_that_comes_back_is_compared_with_the_weights_that_it_gets(
+    start, servers, monkeypatch
+):
+    monkeypatch.setattr(server_sampler, "WITHOUT_SERVER_S", 1.0)
+    sampler = start(1)
+    copy = deepcopy(sampler.policy)
+    assert sampler.ahead(copy) is sampler
+    learn(sampler.policy)  # a step of training, while the next update's episodes are played
+    servers[0].adapters.clear()
+    drawn = sampler.sample(PROMPTS, PARAMS)
+    assert sampler.lines[-1] == f"{servers[0].url} is back"
+    assert trainer_gap(copy, drawn, PARAMS.temperature, PROMPTS).max() < 1e-5
+    sampler.sync()  # from now on with the trainer's
+    servers[0].adapters.clear()
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
+
+
+def test_an_adapter_stays_while_a_server_may_be_at_a_request_with_it(start, servers, tmp_path):
+    sampler, release = start(1), threading.Event()
+    servers[0].instead = lambda path, body: release.wait() and None if path == SAMPLE else None
+    sampler.add(Request([65], PARAMS, 5, 0))
+    while not asked(servers[0])[1:]:
+        sampler.step()
+    old, folder = tmp_path / "adapters" / sampler.name, tmp_path / "adapters"
+    for _ in range(3):
+        sampler.sync()
+    assert old.is_dir() and len([*folder.iterdir()]) == 3
+    release.set()
+    while not sampler.step():
+        pass
+    sampler.sync()
+    assert not old.exists() and len([*folder.iterdir()]) == 2
+
+
+def test_a_program_that_changes_the_folder_loses_no_server(start, servers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sampler = start(1)
+    servers[0].instead = lambda path, body: os.chdir("/")
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5 and not sampler.lines
+
+
+def test_the_adapter_folder_has_to_be_one(start, tmp_path):
+    (tmp_path / "adapters").touch()
+    with pytest.raises(UsageError, match=r"--adapter-folder .*adapters is no folder"):
+        start()
 
 
 SENT = """/pause?mode=abort /start_weight_update /update_weights /finish_weight_update

@@ -59,7 +59,7 @@ class OpenAISampler(Sampler):
 
         self.policy, self.base_url, self.model = policy, base_url, model
         # a thread that waits for a server would run no Python code to be interrupted in
-        self.threads = Threads(CONCURRENCY, TIMEOUT_S, interrupts=False)
+        self.threads = Threads(CONCURRENCY, TIMEOUT_S, own=True)
         self.threads.slow.add(SEND)  # so each call has a thread
         self.client: Any = openai.OpenAI(
             base_url=base_url,

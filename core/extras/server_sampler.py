@@ -102,6 +102,7 @@ class ServerSampler(Sampler):
     def __init__(self, policy: Policy, base_url: str, adapter_folder: str):
         key = api_key()
         self.policy, self.folder = policy, Path(adapter_folder).absolute()
+        self.copy = policy  # one with the weights that the servers have, also while it trains
         self.has_adapters = policy.lora_rank > 0
         if not self.has_adapters:
             weight_transfer.check(policy)
@@ -117,7 +118,7 @@ class ServerSampler(Sampler):
         self.limit = PATIENCE_S + TOKEN_S * policy.max_length
         # twice as many: a call to a lost server occupies its thread for a while
         threads = 2 * PER_SERVER * len(self.servers)
-        self.threads = Threads(threads, self.limit, interrupts=False)
+        self.threads = Threads(threads, self.limit, own=True)
         self.threads.slow.add(CALL)  # so each call has a thread
         self.client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -129,6 +130,8 @@ class ServerSampler(Sampler):
         # no other run, and no restart of this one, has weights of this name
         self.stem = distributed.broadcast_from_rank_0(lambda: f"picorl-{uuid.uuid4().hex[:8]}")
         self.version = 0
+        self.written: list[str] = []  # adapters in the folder, if this is rank 0
+        self.at_work: list[str] = []  # the weights of each completion that a server may be at
         try:
             with _noise(policy):  # else the servers may have these weights already
                 self._write()
@@ -151,7 +154,7 @@ class ServerSampler(Sampler):
     def sync(self) -> None:
         """Gives each server the present weights. Sets `sync_seconds`."""
         begun = perf_counter()
-        self.version += 1
+        self.version, self.copy = self.version + 1, self.policy
         self._write()
         for server in self.servers:
             server.calls = {call for call in server.calls if call.request}  # of the weights before
@@ -170,6 +173,10 @@ class ServerSampler(Sampler):
         self._advance()
         done, self.done = self.done, []
         return done
+
+    def ahead(self, policy: Policy) -> Sampler:
+        self.copy = policy
+        return self
 
     def clear(self) -> None:
         self.threads.clear()
@@ -199,29 +206,34 @@ class ServerSampler(Sampler):
                 else:
                     self._ask(server.url, UNLOAD, {"lora_name": server.name}, timeout=2.0)
         self.client.close()
-        for version in (self.version - 1, self.version):
-            self._remove(version)
+        self._remove([*self.written])
 
     # what follows runs in the main thread
 
     def _write(self) -> None:
-        """Writes the adapter, complete before its name can be seen, and removes an old one."""
+        """Writes the adapter, complete before its name can be seen, and removes old ones."""
 
         def write() -> None:
             part, target = self.folder / f".{self.name}", self.folder / self.name
-            part.mkdir(parents=True)
+            self.written.append(self.name)
+            try:
+                part.mkdir(parents=True)
+            except (FileExistsError, NotADirectoryError):
+                raise UsageError(f"--adapter-folder {self.folder} is no folder") from None
             # True or "auto" would ask the Hub about the base model, at each update
             self.policy.model.save_pretrained(part, save_embedding_layers=False)
             part.rename(target)
-            self._remove(self.version - 2)
+            # a server that hangs still has requests: vLLM ends if it finds no adapter for them
+            self._remove([name for name in self.written[:-2] if name not in self.at_work])
 
         if self.has_adapters:
             distributed.broadcast_from_rank_0(write)
 
-    def _remove(self, version: int) -> None:
-        if distributed.rank() == 0:
-            for name in (f"{self.stem}-v{version}", f".{self.stem}-v{version}"):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            self.written.remove(name)
+            for folder in (self.folder / name, self.folder / f".{name}"):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_for_all(self) -> None:
         until = monotonic() + WITHOUT_SERVER_S
@@ -314,7 +326,7 @@ class ServerSampler(Sampler):
 
     def _compare(self, found: dict[str, Any]) -> float:
         """Mean |log-prob in training - log-prob of the server| of the tokens that it sampled."""
-        policy, length = self.policy, found["length"]
+        policy, length = self.copy, found["length"]
         if length < policy.max_length:
             raise UsageError(f"its --max-model-len is {length}, that of this run "
                              f"{policy.max_length}: raise the one or lower the other")  # fmt: skip
@@ -418,7 +430,11 @@ class ServerSampler(Sampler):
                 "stop_token_ids": stop_ids, "ignore_eos": True, "detokenize": False,
             },
         }  # fmt: skip
-        answer = self._ask(url, SAMPLE, body, self.limit).json()
+        self.at_work.append(name)
+        try:
+            answer = self._ask(url, SAMPLE, body, self.limit).json()
+        finally:
+            self.at_work.remove(name)
         [choice] = answer["choices"]
         sampled_from = {answer["model"]}
         if not self.has_adapters:

@@ -20,7 +20,7 @@ from core.run.ahead import Ahead, Collected
 from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
-from core.sampler import Sampler, TorchSampler
+from core.sampler import Sampler
 from core.types import Rollout
 from environments import rewarded
 
@@ -87,21 +87,17 @@ class Run:
     def compare_weights(self) -> None:
         """Measures whether the sampler has the policy's weights; see core/canary.py."""
         before = self.progress.get("canary", {})
-        self.canary = canary.compare(self.policy, self.sampler, before)
+        self.canary = canary.compare(self.policy, self.sampler, before, self.interrupt.check_alone)
 
     def play_ahead(self, collect: Callable[..., Collected]) -> None:
         """Lets a thread collect the next update's rollouts with the present weights."""
         weights = self.older[-1]  # they joined it in this update
         policy = self.ahead.policy_with(weights, self.policy)
-        sampler = self.sampler
-        if isinstance(sampler, TorchSampler):
-            sampler = TorchSampler(policy, sampler.draw_function)
-            sampler.say = self.say
         rewarded.STATE.global_step = self.next_update  # updates complete when the next begins
         progress = {**self.progress, "canary": self.canary[1]}  # as the update before leaves it
         self.seen_ahead = replace(
-            self, policy=policy, sampler=sampler, progress=progress, interrupt=self.ahead,
-            seen_ahead=None,
+            self, policy=policy, sampler=self.sampler.ahead(policy), progress=progress,
+            interrupt=self.ahead, seen_ahead=None,
         )  # fmt: skip
         self.ahead.start(partial(collect, run=self.seen_ahead))
 
