@@ -158,8 +158,11 @@ def test_evaluation_and_other_algorithms_have_no_teacher(play):
 
 
 def test_no_teacher_where_its_prompt_exceeds_the_context(policy, play, monkeypatch):
-    length = len(play(seed=3)[0].feedback_ids)
-    monkeypatch.setattr(policy, "max_length", length + 1)
+    first = play(seed=3)[0]
+    length = len(first.feedback_ids) + len(first.completion_ids)
+    monkeypatch.setattr(policy, "max_length", length)
+    assert play(seed=3)[0].feedback_ids == first.feedback_ids
+    monkeypatch.setattr(policy, "max_length", length - 1)
     assert play(seed=3)[0].feedback_ids == []
 
 
