@@ -97,7 +97,7 @@ def example_environments(monkeypatch):
         def step(self, responses):
             if "ann" in responses:
                 bob = Step(message(f"ann said {responses['ann']}"), 0.0, False)
-                return {"ann": Step(None, 1.0, False), "bob": bob}
+                return {"ann": Step(None, 1.0, False, {"asked": 1}), "bob": bob}
             return {"ann": Step(None, 0.5, True), "bob": Step(None, -1.0, True)}
 
 
@@ -130,6 +130,11 @@ def test_a_fresh_message_starts_a_context_without_earlier_turns(policy):
         "<|user|>3 turns<|end|><|assistant|>ab<|end|><|user|>2 left<|end|><|assistant|>",
         "<|user|>1 left<|end|><|assistant|>",
     ]
+    (told,) = play(policy, [Task("forgetful", 3, 0)], system_prompt="Be brief.")
+    for turn, plain in zip(told.turns, rollout.turns, strict=True):
+        assert policy.tokenizer.decode(turn.prompt_ids) == (
+            f"<|system|>Be brief.<|end|>{policy.tokenizer.decode(plain.prompt_ids)}"
+        )
     assert len(rollout.messages) == 6  # the rollout keeps all messages
     batch = to_rollout_batch([rollout])
     assert [s.token_ids for s in batch.sequences] == [
@@ -181,6 +186,7 @@ def test_each_agent_has_its_own_rollout_and_rewards(policy):
     sampler = Scripted(policy)
     ann, bob, single = play(policy, [Task("pair", 0, 0), Task("countdown", 1, 1)], sampler)
     assert (ann.agent, ann.episode_return, len(ann.turns)) == ("ann", 1.5, 1)
+    assert ann.info == {"asked": 1}  # her last step has none
     assert (bob.agent, bob.episode_return, len(bob.turns)) == ("bob", -1.0, 1)
     assert bob.messages[0]["content"] == "ann said ab"
     assert (single.agent, single.episode_return) == ("player", 1.0)
