@@ -204,7 +204,11 @@ def test_slow_calls_change_no_token_and_no_reward(policy, register, request, kin
     one_by_one = RolloutCollector(policy, 3, env_workers=1)
     expected = one_by_one.collect(tasks(12), TorchSampler(policy), params)
     request.getfixturevalue("no_rounds")
-    rollouts = RolloutCollector(policy, 3).collect(tasks(12), TorchSampler(policy), params)
+    sampler, alone = TorchSampler(policy), []
+    add = sampler.add
+    sampler.add = lambda request: alone.append(request.alone) or add(request)
+    rollouts = RolloutCollector(policy, 3).collect(tasks(12), sampler, params)
+    assert not alone[0] and alone[-1]  # NanoLLM then draws by seeds
     for found, rollout in zip(rollouts, expected, strict=True):
         assert found.messages == rollout.messages and not found.error
         assert (found.seed, found.agent) == (rollout.seed, rollout.agent)
