@@ -299,6 +299,30 @@ def test_environments_may_be_stepped_together(policy, register, renderer):
     assert sizes == [4, 2]
 
 
+def test_environments_with_tools_which_answer_first_are_stepped_one_by_one(policy, register):
+    def look() -> str:
+        """Look."""
+
+    class Tools(Quick):
+        tools = (look,)
+
+        def reset(self, seed):
+            self.seed = seed
+            return super().reset(seed)
+
+        def step(self, response):
+            return Step(None, 1 / self.seed, True)
+
+        @classmethod
+        def step_batch(cls, envs, responses):
+            raise NotImplementedError
+
+    register(Tools)
+    collector = RolloutCollector(policy, 1, renderer=ToolRenderer)
+    rollouts = collector.collect(tasks(2), Scripted(policy), PARAMS)
+    assert [bool(rollout.error) for rollout in rollouts] == [True, False]
+
+
 def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_are_whole(
     policy, register
 ):
