@@ -260,6 +260,12 @@ def test_a_prompt_goes_to_the_server_that_had_it_and_a_new_one_to_the_idle_one(s
     assert asked(servers[home])[-1]["token_ids"] == [65, 66, 67, 68, 69]
 
 
+def test_a_prompt_with_many_requests_goes_to_other_servers_too(start, servers, monkeypatch):
+    monkeypatch.setattr(server_sampler, "AHEAD", 2)
+    start().sample([[65, 66, 67]] * 8, PARAMS)
+    assert min(len(asked(server)[1:]) for server in servers) >= 2
+
+
 @pytest.mark.parametrize("takes_any_name", [False, True])
 def test_a_restarted_server_gets_the_adapter_again_before_a_token_counts(
     start, servers, takes_any_name
