@@ -59,7 +59,9 @@ def client_of(session, kind=openai.OpenAI, key=None):
 
 def test_a_chat_completion_has_all_that_the_client_reads(session):
     client = client_of(session)
-    answer = client.chat.completions.create(model="x", messages=CHAT, n=2, logprobs=True)
+    limits = {"max_tokens": 9, "max_completion_tokens": 5}
+    answer = client.chat.completions.create(model="x", messages=CHAT, n=2, logprobs=True, **limits)
+    assert session.asked[0].max_tokens == 5
     assert [c.message.content for c in answer.choices] == ["Hello"] * 2 and answer.model == "x"
     assert [(t.token, t.logprob) for t in answer.choices[1].logprobs.content] == TOKENS
     assert answer.usage.total_tokens == 7 + 4 and answer.choices[0].finish_reason == "stop"
