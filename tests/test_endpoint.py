@@ -240,3 +240,12 @@ def test_on_another_address_too_nobody_gets_in_without_a_key():
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", endpoint.server.server_port))
     endpoint.close()
+
+
+def test_a_request_that_comes_while_its_episode_ends_is_refused(endpoint):
+    session = endpoint.open()
+    ask = module.Ask(session, {}, None, CHAT, [])
+    ask.done.set()  # else it would wait for ever
+    session.close()
+    with pytest.raises(module.Refused, match="the episode of this API key has ended"):
+        module._Handler._answer(None, ask)
