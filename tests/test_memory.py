@@ -45,7 +45,8 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(qwen3_folde
     before = bytes_per_token(policy)
     checkpoint_layers(policy)
     assert len(policy.checkpointed_layers) == 2
-    assert bytes_per_token(policy) < 0.8 * before  # its inputs, and one of its two layers at a time
+    # its inputs, and one of its two layers at a time
+    assert 0.4 * before < bytes_per_token(policy) < 0.8 * before
     again, found = gradients_of(policy, batch)
     assert torch.equal(again, plain)
     for ours, theirs in zip(found, expected, strict=True):
