@@ -97,7 +97,7 @@ class VLLM(BaseHTTPRequestHandler):
         server.policy.stop_ids = wanted["stop_token_ids"]
         params = SamplingParams(wanted["max_tokens"], wanted["temperature"], seed=wanted["seed"])
         [drawn] = TorchSampler(server.policy).sample([prompt], params)
-        logprobs, ids = drawn.logprobs, drawn.token_ids
+        logprobs, ids = drawn.logprobs[: server.most], drawn.token_ids[: server.most]
         if server.raw:
             logprobs = canary.score(server.policy, prompt, ids).tolist()
         choice = {
@@ -121,7 +121,7 @@ def servers(qwen3_folder, monkeypatch, tmp_path):
             server.policy, server.lock = load_small(qwen3_folder, lora_rank=4), threading.Lock()
             server.adapters, server.length, server.keys = {}, 512, set()
             server.weight_version, server.weights_file = "default", tmp_path / "weights"
-            server.raw = server.takes_any_name = False
+            server.raw, server.takes_any_name, server.most = False, False, None
             server.instead = lambda path, body: None
         yield [one, two]
 
@@ -460,6 +460,7 @@ REFUSED = [
     ({}, ("/v1/load_lora_adapter", (500, {"error": {"message": "rank 4"}})), "500: rank 4"),
     ({}, ("/v1/models", (401, "who is secret-7?")), r"status 401: who is \[key\]\?"),
     ({}, ("/v1/models", (307, "elsewhere")), "status 307"),
+    ({"most": 3}, None, "after 3 of 16 tokens: start it with --generation-config vllm"),
     ({"scale": 1.1}, None, r"16 tokens differ by \d.\de.* nats .*, 1e-04 is allowed"),
 ]
 
