@@ -285,7 +285,15 @@ def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, ser
     sampler = start()
     one, two = servers
     expected = sampler.sample(PROMPTS, PARAMS)
-    for failure in ("gone", (503, "busy"), (404, "none"), (200, "<h1>Sign in</h1>"), (200, {})):
+    busy = 429, {"error": {"message": "busy"}}
+    for failure in (
+        "gone",
+        (503, "busy"),
+        busy,
+        (404, "none"),
+        (200, "<h1>Sign in</h1>"),
+        (200, {}),
+    ):
         one.asked.clear(), two.asked.clear(), sampler.lines.clear()
 
         def fail(path, body, failure=failure):
