@@ -312,6 +312,15 @@ def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, ser
         assert sampler.sample(PROMPTS, PARAMS) == expected and asked(one)
 
 
+def test_a_request_that_a_server_refuses_is_sent_to_no_other(start, servers, monkeypatch):
+    sampler = start(1)
+    monkeypatch.setattr(server_sampler, "WITHOUT_SERVER_S", 0.0)
+    refusal = 400, {"error": {"message": "no"}}
+    servers[0].instead = lambda path, body: refusal if path == SAMPLE else None
+    with pytest.raises(UsageError, match=f"^--base-url {servers[0].url}: status 400: no"):
+        sampler.sample(PROMPTS, PARAMS)
+
+
 def test_a_request_that_hangs_is_answered_elsewhere(start, servers):
     sampler, release = start(), threading.Event()
     one, two = servers
