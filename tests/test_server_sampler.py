@@ -312,6 +312,20 @@ def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, ser
         assert sampler.sample(PROMPTS, PARAMS) == expected and asked(one)
 
 
+def test_an_adapter_that_another_rank_has_loaded_is_used(start, servers):
+    [server, _] = servers
+
+    def loaded(path, body):
+        if path == "/v1/load_lora_adapter":
+            file = Path(body["lora_path"], "adapter_model.safetensors")
+            server.adapters[body["lora_name"]] = load_file(file)
+            return 400, {"error": {"message": "The lora adapter 'a' has already been loaded."}}
+
+    server.instead = loaded
+    sampler = start(1)
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
+
+
 def test_a_request_that_a_server_refuses_is_sent_to_no_other(start, servers, monkeypatch):
     sampler = start(1)
     monkeypatch.setattr(server_sampler, "WITHOUT_SERVER_S", 0.0)
