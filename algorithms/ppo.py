@@ -113,9 +113,7 @@ def compute_loss(
 
 
 def gae(batch: Batch, gae_lambda: float) -> Tensor:
-    """Generalized advantage estimates [B, N] float64 from rewards and values, 0 off the mask.
-
-    Positions off the mask are skipped, so a rollout may have gaps or padding anywhere.
+    """Generalized advantage estimates [B, N] float64 from rewards and values, 0 in the padding.
 
     >>> values = torch.tensor([[0.5, 0.5]])
     >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0]]), completion_mask=values > 0,
@@ -123,19 +121,17 @@ def gae(batch: Batch, gae_lambda: float) -> Tensor:
     >>> gae(batch, gae_lambda=1.0)
     tensor([[0.5000, 0.5000]], dtype=torch.float64)
     """
-    turn_ids, rewards, values = batch.turn_ids, batch.rewards.double(), batch.values.double()
+    mask, turn_ids = batch.completion_mask, batch.turn_ids
+    rewards, values = (torch.where(mask, x, 0.0).double() for x in (batch.rewards, batch.values))
     advantages = torch.zeros_like(rewards)
-    next_advantage = torch.zeros_like(rewards[:, 0])
+    # the episode ends after its last token
+    next_advantage = next_value = torch.zeros_like(rewards[:, 0])
     next_turn = torch.full_like(turn_ids[:, 0], -1)
-    next_value = torch.zeros_like(rewards[:, 0])  # the episode ends after its last token
     for t in reversed(range(rewards.shape[1])):
-        mask = batch.completion_mask[:, t]
         same_turn = turn_ids[:, t] == next_turn
         discount = torch.where(same_turn, torch.ones_like(next_value), batch.gamma)
         delta = rewards[:, t] + discount * next_value - values[:, t]
-        advantage = delta + discount * gae_lambda * next_advantage
-        advantages[:, t] = torch.where(mask, advantage, 0.0)
-        next_advantage = torch.where(mask, advantage, next_advantage)
-        next_value = torch.where(mask, values[:, t], next_value)
-        next_turn = torch.where(mask, turn_ids[:, t], next_turn)
+        advantages[:, t] = delta + discount * gae_lambda * next_advantage
+        next_advantage, next_value = advantages[:, t], values[:, t]
+        next_turn = turn_ids[:, t]
     return advantages

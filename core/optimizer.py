@@ -200,9 +200,11 @@ class MasterAdamW:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned, and copies the masters into the weights.
 
+        The learning rates stay as they are: those of the settings, which a resume may change.
         Weights as precise as their masters must have been restored before.
         """
-        self.adamw.load_state_dict(state["adamw"])
+        groups = self.adamw.state_dict()["param_groups"]
+        self.adamw.load_state_dict(state["adamw"] | {"param_groups": groups})
         for moments in self.adamw.state.values():  # may come from weights in another layout
             moments |= {name: tensor.contiguous() for name, tensor in moments.items()}
         for (_, master), saved in zip(self._low_precision(), state["masters"], strict=True):

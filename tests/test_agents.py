@@ -233,18 +233,21 @@ def test_rewards_info_and_held_out_tasks(policy, write):
 def run(row, client):
     for _ in range(2):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    return {"reward": row["n"], "turns": [0.25, 0.5], "cost": 7}
+    return {"reward": row["n"] / 32, "turns": [0.25, 0.5], "cost": 7}
 """)
     env, held_out = make(spec), make(spec).test
     assert [row["n"] for row in sorted(env.train + env.test, key=lambda r: r["n"])] == [*range(64)]
     assert 0 < len(held_out) < 20
     for rollout in collect(policy, spec, 8):
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
-        assert [turn.reward for turn in rollout.turns] == [0.25, 0.5 + n]
+        assert [turn.reward for turn in rollout.turns] == [0.25, 0.5 + n / 32]
+        assert rollout.info["correct"] == (n >= 32)
         assert rollout.info["cost"] == 7 and {"n": n} in env.train
         assert not rollout.episode_truncated
+    env.reset(EVAL_SEEDS[0])
+    env.refuse(env.asks[0], "beyond a limit", "limit")
     env.reset(EVAL_SEEDS[1])
-    assert env.asks
+    assert env.asks and not env.over_limit  # which was of the episode before
     env.close()
 
 
@@ -261,6 +264,7 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 21); "
     "if the policy's answers cause it: zero_on=TimeoutError",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
+    "httpx.Response(429, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from core.batching import add_advantages, cut, minibatches, to_rollout_batch
+from core.batching import (
+    add_advantages,
+    cut,
+    micro_batches,
+    minibatches,
+    shape_rewards,
+    to_rollout_batch,
+)
+from core.config import Config
 from core.faults import UsageError
 from core.types import Rollout, Turn
 
@@ -53,7 +61,8 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
 @pytest.mark.parametrize("max_tokens", [1, 8, 10_000])
 @pytest.mark.parametrize("share", [False, True])
 def test_micro_batches_keep_their_budget_and_every_sampled_token(max_tokens, share):
-    batch = to_rollout_batch([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1)])
+    alike = [rollout(([1, 2, 3, 4, 5, 6], [i], 0.0)) for i in range(7, 12)]
+    batch = to_rollout_batch([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1), *alike])
     mask = batch.completion_mask
     known = torch.arange(mask.numel(), dtype=torch.float32).view_as(mask) + 1
     back, seen = torch.zeros_like(known), 0
@@ -68,7 +77,16 @@ def test_micro_batches_keep_their_budget_and_every_sampled_token(max_tokens, sha
             real = micro.input_ids != 0
             assert torch.equal(micro.tree.input_ids[0, micro.nodes[real]], micro.input_ids[real])
     assert torch.equal(back, known * mask)
-    assert seen == batch.num_tokens == 10
+    assert seen == batch.num_tokens == 15
+
+
+def test_a_micro_batch_has_the_groups_of_its_rows(policy):
+    policy.micro_batch_tokens = 3  # not all rollouts, each of which samples its group's number
+    batch = to_rollout_batch([rollout(([1], [g], 0.0), group_id=g) for g in (4, 7, 7, 9)])
+    micros = [*micro_batches(policy, batch)]
+    assert len(micros) == 2
+    for micro in micros:
+        assert micro.group_ids.tolist() == micro.input_ids[:, 1].tolist()
 
 
 def test_gather_aligns_each_logprob_with_the_token_that_it_predicts():
@@ -123,3 +141,5 @@ def test_the_batch_has_the_rewards_that_the_environment_reports():
     assert batch.env_reward_parts[0].tolist() == [1.0, 0.5]  # a, b
     assert batch.env_reward_parts[1, 0] == 0 and batch.env_reward_parts[1, 1].isnan()
     assert batch.reward_weights.tolist() == [[1.0, 0.1], [1.0, 0.0]]
+    shape_rewards(Config(reward_coef=0.5), batch)
+    assert batch.reward_parts[0].tolist() == [0.5, 0.25]

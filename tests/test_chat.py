@@ -24,7 +24,6 @@ from core.types import Message
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.plumbing import registry
 
-ROOT = Path(__file__).parent.parent
 QUESTION = 'How many r in "cherry"?'
 MAX_TOKENS = 10
 SMALL = f"""--num-updates 2 --num-prompts 2 --group-size 4 --eval-num-tasks 0 --save-every 1

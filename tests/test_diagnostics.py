@@ -88,6 +88,7 @@ LOW = {ENTROPY: 0.01, CORRECT: 0.5, RIGHT: 0.5}
         ("value_head_frozen", {EXPLAINED: 0.0}, VALUES | {EXPLAINED: 0.0}),
         ("reference_moves", MOVED | {KL: 1e-5}, MOVED | {KL: 0.0}),
         ("reference_moves", {KL: 0.0, "update__moved": 1e-7}, MOVED | {KL: 0.0}),
+        ("reference_moves", MOVED | {KL: 0.0, GAP: 0.004}, MOVED | {KL: 0.0, GAP: 0.003}),
         ("never_stops", {"length__hit_token_limit": 0.94}, {"length__hit_token_limit": 0.96}),
         ("episodes_cut", {"episodes__truncated": 0.19}, {"episodes__truncated": 0.21}),
         ("sampler_gap", {"gap__logprob_mean": 0.049}, {"gap__logprob_mean": 0.051}),
@@ -125,6 +126,8 @@ def test_an_update_that_a_strong_kl_rules_may_have_any_direction():
     [
         ({GAP: 6e-4}, Config(), Config(dtype="float32")),  # whose rounding is smaller
         ({GAP: 0.06}, Config(staleness=1), Config()),  # samples of older weights differ
+        (SAMPLED | {TRAINED: 90}, Config(mask_truncated_completions=True), Config()),
+        (SAMPLED | {TRAINED: 90}, Config(filter_groups=1), Config()),
         ({"loss__weight": 1.9}, resolve(Config(options=grpo.Options("dr_grpo"))), Config()),
     ],
 )
@@ -158,6 +161,17 @@ def test_rising_reward_with_falling_accuracy_is_a_warning():
     assert raised(noise) == []
     too_close = {0: 0.1, 10: 0.9, 19: 0.1}  # fewer than two windows apart
     assert raised(run_of(25, too_close, reward__mean=reward)) == []
+
+
+@pytest.mark.parametrize(
+    ("correct", "found"), [(0.24, [("reward_without_accuracy", 20)]), (0.26, [])]
+)
+def test_rising_reward_with_half_as_many_correct_rollouts_is_a_warning(correct, found):
+    def level(before, after):
+        return lambda u: (before if u <= 10 else after) + 0.001 * (-1) ** u
+
+    metrics = {"reward__mean": level(0.3, 0.6), CORRECT: level(0.5, correct)}
+    assert raised(run_of(20, **metrics)) == found
 
 
 def test_warning_is_repeated_only_after_ten_updates_without_it():

@@ -11,7 +11,7 @@ from test_sdpo import TEMPERATURE, gradients
 import train
 from algorithms.variants import echo
 from core import config
-from core.batching import OBSERVED, to_rollout_batch
+from core.batching import OBSERVED, micro_batches, to_rollout_batch
 from core.chat_template import ids_after_completion, prompt_ids
 from core.episodes import RolloutCollector
 from core.observations import mark_observations
@@ -116,3 +116,11 @@ def test_a_run_with_one_turn_says_that_nothing_is_predicted(command, tmp_path):
     code, out, err = command(*args)
     assert code == 0 and "nothing to predict" in " ".join(f"{out} {err}".split())
     assert not any("loss/echo" in record for record in metrics_of(tmp_path / "runs/one"))
+
+
+def test_the_weights_of_the_observations_of_a_gradient_step_add_up_to_1(policy):
+    batch = to_rollout_batch(draw_rollouts()[0])
+    mark_observations(policy.tokenizer, batch)
+    for rows in ([1, 2], [4, 5]):
+        weights = [micro.observation_weights for micro in micro_batches(policy, batch, rows)]
+        assert sum(x.sum().item() for x in weights) == pytest.approx(1)

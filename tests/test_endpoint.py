@@ -59,7 +59,9 @@ def client_of(session, kind=openai.OpenAI, key=None):
 
 def test_a_chat_completion_has_all_that_the_client_reads(session):
     client = client_of(session)
-    answer = client.chat.completions.create(model="x", messages=CHAT, n=2, logprobs=True)
+    limits = {"max_tokens": 9, "max_completion_tokens": 5}
+    answer = client.chat.completions.create(model="x", messages=CHAT, n=2, logprobs=True, **limits)
+    assert session.asked[0].max_tokens == 5
     assert [c.message.content for c in answer.choices] == ["Hello"] * 2 and answer.model == "x"
     assert [(t.token, t.logprob) for t in answer.choices[1].logprobs.content] == TOKENS
     assert answer.usage.total_tokens == 7 + 4 and answer.choices[0].finish_reason == "stop"
@@ -238,3 +240,12 @@ def test_on_another_address_too_nobody_gets_in_without_a_key():
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", endpoint.server.server_port))
     endpoint.close()
+
+
+def test_a_request_that_comes_while_its_episode_ends_is_refused(endpoint):
+    session = endpoint.open()
+    ask = module.Ask(session, {}, None, CHAT, [])
+    ask.done.set()  # else it would wait for ever
+    session.close()
+    with pytest.raises(module.Refused, match="the episode of this API key has ended"):
+        module._Handler._answer(None, ask)

@@ -12,7 +12,7 @@ from test_episodes import PARAMS, Scripted, message
 
 from core import evaluation, metrics
 from core.config import Config
-from core.episodes import RolloutCollector
+from core.episodes import MAX_DRAWS, RolloutCollector
 from core.faults import UsageError
 from core.run.checkpoint import find_checkpoint
 from core.selection import drop_failed
@@ -69,8 +69,10 @@ FAULTS = [
     (lambda: Step(message("no! " * 250_000), 0.0, False), "500000"),
     (lambda: Step(None, 1.0, False), "no message"),
     (lambda: Step(None, 1.0, True, {"x": object()}), "JSON"),
-    (lambda: Step(None, 1.0, True, {"x": "x" * 1_000_000}), "info"),
+    (lambda: Step(None, 1.0, True, dict.fromkeys("abc", "x" * 40_000)), "info"),  # all together
+    (lambda: Step(None, 1.0, True, {"x": -1e39}), "beyond 3.4e"),
     (lambda: Step(None, 1.0, "True"), "TypeError: done of player is 'True', not True or False"),
+    (lambda: Step(None, 1.0, 2), "TypeError: done of player is 2, not True or False"),
     (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
     (lambda: Step(None, 1.0, True, {"correct": "False"}), r'info\["correct"\]'),
 ]  # fmt: skip
@@ -103,19 +105,28 @@ def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_gro
     """A held-out one is not: each is played once."""
 
     def reset(self, seed):
-        return [message("read! " * 1_000 if seed in (3, EVAL_SEEDS[3]) else f"task {seed}")]
+        long = seed in (3, DEMO_SEEDS[0], EVAL_SEEDS[3])
+        return [message("read! " * 1_000 if long else f"task {seed}")]
 
     one_turn(reset=reset)
     tasks = [Task("one", seed, g) for g, seed in enumerate((3, 4, DEMO_SEEDS[0], EVAL_SEEDS[3]))]
     collector, said = RolloutCollector(policy, 1), []
     collector.pool.threads.say = said.append
     rollouts = collector.collect([t for t in tasks for _ in range(3)], Scripted(policy), PARAMS)
-    [drawn], *others = ({r.seed for r in rollouts[i : i + 3]} for i in (0, 3, 6, 9))
+    [drawn], own, [shown], held_out = ({r.seed for r in rollouts[i : i + 3]} for i in (0, 3, 6, 9))
     assert drawn != 3 and drawn in TRAIN_SEEDS
-    assert others == [{4}, {DEMO_SEEDS[0]}, {EVAL_SEEDS[3]}]
+    assert shown != DEMO_SEEDS[0] and shown in DEMO_SEEDS
+    assert (own, held_out) == ({4}, {EVAL_SEEDS[3]})
     assert [bool(r.error) for r in rollouts] == [False] * 9 + [True] * 3
     [line] = said
     assert line.startswith("one with seed 3: one message has 6")
+
+
+def test_an_environment_none_of_whose_prompts_fits_is_an_error(policy, one_turn):
+    drawn = []
+    one_turn(reset=lambda self, seed: drawn.append(seed) or [message("read! " * 1_000)])
+    (rollout,) = play(policy, Task("one", 3, 0))
+    assert "one message has 6" in rollout.error and len(drawn) == 1 + MAX_DRAWS
 
 
 def test_numbers_of_numpy_are_those_of_python():

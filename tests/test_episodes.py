@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from core.batching import to_rollout_batch
-from core.episodes import RolloutCollector
+from core.episodes import RolloutCollector, with_lowest_return
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.seeds import derive_seed
 from core.tasks import Task, train_tasks
-from core.types import Completion
+from core.types import Completion, Rollout, Turn
 from environments.base import Env, MultiAgentEnv, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import register
@@ -97,7 +97,7 @@ def example_environments(monkeypatch):
         def step(self, responses):
             if "ann" in responses:
                 bob = Step(message(f"ann said {responses['ann']}"), 0.0, False)
-                return {"ann": Step(None, 1.0, False), "bob": bob}
+                return {"ann": Step(None, 1.0, False, {"asked": 1}), "bob": bob}
             return {"ann": Step(None, 0.5, True), "bob": Step(None, -1.0, True)}
 
 
@@ -181,6 +181,7 @@ def test_each_agent_has_its_own_rollout_and_rewards(policy):
     sampler = Scripted(policy)
     ann, bob, single = play(policy, [Task("pair", 0, 0), Task("countdown", 1, 1)], sampler)
     assert (ann.agent, ann.episode_return, len(ann.turns)) == ("ann", 1.5, 1)
+    assert ann.info == {"asked": 1}  # her last step has none
     assert (bob.agent, bob.episode_return, len(bob.turns)) == ("bob", -1.0, 1)
     assert bob.messages[0]["content"] == "ann said ab"
     assert (single.agent, single.episode_return) == ("player", 1.0)
@@ -193,6 +194,16 @@ def test_a_group_is_one_agent_of_one_task(policy):
         (0, 5, "ann"), (1, 5, "bob"), (0, 5, "ann"), (1, 5, "bob"), (2, 1, "player"),
         (3, 6, "ann"), (4, 6, "bob"),
     ]  # fmt: skip
+
+
+def test_a_broken_program_earns_the_lowest_return_of_its_environment_that_counts():
+    def paid(env, reward, error="", **info):
+        turn = Turn([1], [2], [0.0], "stop", reward)
+        return Rollout(env, "player", 0, 0, [], [turn], info=info, error=error)
+
+    broken = paid("a", 0.8, agent_error=1)
+    with_lowest_return([paid("a", 0.5), broken, paid("a", 0.0, "EnvFailure"), paid("b", -1.0)])
+    assert broken.episode_return == 0.5
 
 
 def test_a_demonstration_is_the_text_of_the_environment_with_the_end_of_turn(policy):

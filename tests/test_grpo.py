@@ -23,14 +23,14 @@ def of_returns(returns, group_ids, scale):
     "scale, small, large",
     [
         ("none", 1, 1),
-        ("group", math.sqrt(0.5) + EPS, math.sqrt(18) + EPS),  # of a sample: of 1, 0; of 8, 2
-        # all: mean 3.1, squares 4.41, 24.01, 9.61, 1.21, 1.96
-        ("batch", *[math.sqrt(41.2 / 4) + EPS] * 2),
+        ("group", math.sqrt(0.5) + EPS, math.sqrt(18) + EPS),  # of a sample: of 1, 0; of -2, -8
+        # all: mean -0.9, squares 3.61, 1.21, 0.81, 50.41, 29.16
+        ("batch", *[math.sqrt(85.2 / 4) + EPS] * 2),
         ("mean", 0.5, 5),
     ],
 )
 def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(scale, small, large):
-    got = of_returns([1.0, 8.0, 0.0, 2.0, 4.5], [4, 9, 4, 9, 7], scale)
+    got = of_returns([1.0, -2.0, 0.0, -8.0, 4.5], [4, 9, 4, 9, 7], scale)
     want = [0.5 / small, 3 / large, -0.5 / small, -3 / large, 0]
     assert got == pytest.approx(want, abs=1e-6)
     # three float32 returns of 1000.1 have a float32 mean that is 6e-5 away from them
@@ -45,6 +45,22 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
     )
     assert turn_returns(batch)[0].unique().numel() == 2
     assert not compute_advantages(batch, Options(scale_rewards=scale)).any()
+
+
+def test_the_deviation_of_a_turn_in_the_batch_is_that_of_the_rollouts_that_have_it():
+    """First turns that return 3, 1 and 2; second ones, which only two rollouts have, 3 and 1."""
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    batch = Batch(rewards=torch.tensor([[0.0, 3.0], [0.0, 1.0], [2.0, 0.0]]), completion_mask=mask,
+                  turn_ids=torch.tensor([[0, 1]] * 3) * mask, group_ids=torch.zeros(3))  # fmt: skip
+    got = compute_advantages(batch, Options(scale_rewards="batch"))
+    first, second = 1 / (1 + EPS), 1 / (math.sqrt(2) + EPS)
+    want = torch.tensor([[first, second], [-first, -second], [0, 0]])
+    torch.testing.assert_close(got, want)
+
+
+def test_scalerl_takes_the_deviation_of_the_batch_and_the_mean_of_each_group():
+    options = cispo.resolve(cispo.Options("scalerl"))
+    assert (options.scale_rewards, options.aggregation) == ("batch", "prompt")
 
 
 def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
@@ -98,6 +114,18 @@ def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
     loss, gradient, _ = loss_of([[ratio]], [[advantage]], loss_type="grpo", dual_clip=2.5)
     assert loss == pytest.approx(want_loss, abs=1e-6)
     assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
+
+
+def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_tokens_in_the_loss():
+    """Ratios of 2 and 8, and one of 100 that is out of the loss."""
+    mask, in_loss = torch.ones(1, 3) > 0, torch.tensor([[True, True, False]])
+    one = torch.ones(1, 3)
+    micro = Micro(completion_mask=mask, loss_mask=in_loss, old_logprobs=-one, advantages=one,
+                  importance_weights=one, token_weights=in_loss / 2)  # fmt: skip
+    logprobs = torch.tensor([[2.0, 8.0, 100.0]]).log() - 1
+    loss, metrics = gspo.compute_loss(logprobs, None, micro, gspo.Options(clip_high=9.0))
+    assert loss.item() == pytest.approx(-4)
+    assert metrics["kl/approx"] == pytest.approx(2 - 1 - math.log(2) + 8 - 1 - math.log(8))
 
 
 @pytest.mark.parametrize(

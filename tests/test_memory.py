@@ -45,7 +45,8 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(qwen3_folde
     before = bytes_per_token(policy)
     checkpoint_layers(policy)
     assert len(policy.checkpointed_layers) == 2
-    assert bytes_per_token(policy) < 0.8 * before  # its inputs, and one of its two layers at a time
+    # its inputs, and one of its two layers at a time
+    assert 0.4 * before < bytes_per_token(policy) < 0.8 * before
     again, found = gradients_of(policy, batch)
     assert torch.equal(again, plain)
     for ours, theirs in zip(found, expected, strict=True):
@@ -71,10 +72,10 @@ def test_micro_batches_fit_into_what_is_free(
     )
     assert cfg.max_model_len == 8 * 1024 + 4096
     policy.max_length = cfg.max_model_len
-    said = set_micro_batch_budget(policy, cfg, future_bytes=0)
+    said = set_micro_batch_budget(policy, cfg, future_bytes=2**20)
     assert bool(policy.checkpointed_layers) == again
     if at_once == "fits":
-        room = free - 4 * memory.LOGIT_COPIES * 2**25
+        room = free - 2**20 - 4 * memory.LOGIT_COPIES * 2**25
         assert memory.MIN_BUDGET < policy.micro_batch_tokens < memory.MAX_BUDGET
         per_token = bytes_per_token(policy, cfg.group_size)
         assert policy.micro_batch_tokens * per_token == pytest.approx(0.7 * room, rel=0.01)
@@ -143,6 +144,23 @@ def test_the_probe_turns_checkpointing_on_if_one_sequence_is_too_much_and_then_g
     with pytest.raises(OutOfMemory, match=r"one sequence of 80 tokens.*--max-tokens"):
         probe(longest=80)
     assert policy.checkpointed_layers
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [
+        ({"num_prompts": 2, "group_size": 4}, 8),
+        ({"num_prompts": 2, "group_size": 4, "num_minibatches": 3}, 3),
+        ({"num_prompts": 2, "group_size": 4, "sft_steps": 1, "sft_batch_size": 9}, 9),
+        ({"num_updates": 0, "sft_steps": 1, "sft_batch_size": 5}, 5),
+    ],
+)
+def test_the_largest_micro_batch_has_the_rollouts_of_a_gradient_step(
+    policy, probe, settings, largest
+):
+    policy.micro_batch_tokens = 10**6
+    probe(longest=50, **settings)
+    assert policy.micro_batch_tokens == largest * 50
 
 
 SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-prompts 2

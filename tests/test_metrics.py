@@ -79,6 +79,8 @@ def test_rollout_metrics_by_hand():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert not {"info/note", "info/correct", "reported/steps"} & metrics.keys()
     assert rollout_metrics(Config(), rollouts[7:]) == {"tokens/sampled": 0}
+    rollouts[0].opponents = {"O": {"player": "older", "messages": []}}  # who may begin
+    assert "groups/openings" not in rollout_metrics(Config(), rollouts)
 
 
 def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
@@ -101,12 +103,12 @@ def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
 
 
 def test_accuracy_counts_info_correct_and_not_the_reward():
-    rollouts = [rollout(0.9, correct=False), rollout(0.1, correct=True, lenient=True)]
+    rollouts = [rollout(0.9, correct=False), rollout(0.1, correct=True, lenient=True, tool_calls=3)]
     rollouts[1].seed = 1
     metrics = metrics_of(rollouts)
     half = 1.96 * 0.4  # returns 0.9 and 0.1: standard deviation 0.4 · √2, divided by √2
-    expected = {"accuracy": 0.5, "lenient": 0.5, "return_mean": 0.5, "return_low": 0.5 - half,
-                "return_high": 0.5 + half}  # fmt: skip
+    expected = {"accuracy": 0.5, "lenient": 0.5, "called": 0.5, "return_mean": 0.5,
+                "return_low": 0.5 - half, "return_high": 0.5 + half}  # fmt: skip
     assert {k: metrics[f"eval/e/{k}"] for k in expected} == pytest.approx(expected)
     assert math.isnan(metrics_of(rollouts[:1])["eval/e/return_low"])  # no spread, no interval
 
@@ -233,6 +235,12 @@ def test_each_seed_is_a_task_if_it_decides_more_than_the_opening(differs):
     assert (metrics["eval/e/accuracy"], metrics["eval/e/tasks"]) == (0.75, 4)
     assert (metrics["eval/e/ci_low"], metrics["eval/e/ci_high"]) == wilson(3, 4)
     assert metrics["eval/e/openings"] == 1
+
+
+def test_each_seed_is_a_task_if_it_decides_what_a_wrong_answer_earns():
+    rollouts = [evaluated(seed, 1, 9, False) for seed in range(4)]
+    rollouts[3].turns[0].reward = 0.5
+    assert metrics_of(rollouts)["eval/e/tasks"] == 4
 
 
 def test_an_evaluation_notes_how_few_tasks_its_episodes_have():

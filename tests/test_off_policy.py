@@ -52,6 +52,7 @@ def test_rejected_tokens_have_weight_0_and_are_counted():
     micro = Micro(
         completion_mask=mask, sampler_logprobs=sampler, old_logprobs=sampler + ratio.log(),
         advantages=torch.tensor([[1.0] * 2, [-1.0] * 2, [-1.0] * 2]), token_weights=mask / 5,
+        loss_mask=mask & torch.tensor([True, False]),
     )  # fmt: skip
     logprobs = sampler - 2.0  # further from the sampler than 1.5 nats
 
@@ -63,6 +64,6 @@ def test_rejected_tokens_have_weight_0_and_are_counted():
 
     assert weights(limit=0.0) == (pytest.approx(capped), 0)
     band = weights(limit=0.0, reject_low=0.5, reject_high=1.5)  # the rows' means are 1, 2 and 1/4
-    assert band == (pytest.approx([2.0, 0.5, 0, 0, 0]), 3)
-    assert weights(limit=1.5) == (pytest.approx([2.0, 0.5, 0, 0, 0]), 3)
+    assert band == (pytest.approx([2.0, 0.5, 0, 0, 0]), 2)  # of the three, those in the loss
+    assert weights(limit=1.5) == (pytest.approx([2.0, 0.5, 0, 0, 0]), 2)
     assert weights(limit=2.5) == (pytest.approx(capped), 0)

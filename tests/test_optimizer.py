@@ -109,9 +109,31 @@ def test_the_scale_doubles_after_many_steps_and_is_a_part_of_the_state():
         optimizer.backward((weight.float() * 1e-3).sum())
         assert optimizer.clip_and_step(1.0)[1]
         assert optimizer.loss_scale == expected
+    optimizer.backward((weight.float() * 1e-3).sum())
+    optimizer.clip_and_step(1.0)
     other = float16_weight()[1]
     other.load_state_dict(optimizer.state_dict())
-    assert (other.loss_scale, other.steps_at_scale) == (2 * FIRST_SCALE, 0)
+    assert (other.loss_scale, other.steps_at_scale) == (2 * FIRST_SCALE, 1)
+    other.clip_and_step(1.0, finite_loss=False)  # which no scale has caused
+    assert (other.loss_scale, other.steps_at_scale) == (2 * FIRST_SCALE, 1)
+
+
+def test_the_first_step_moves_each_weight_by_the_learning_rate_and_none_decays(policy):
+    optimizer = make_optimizer(policy, 0.1)
+    before = {n: p.detach().clone() for n, p in policy.trainable().items()}
+    optimizer.backward(sum(p.sum() for p in policy.trainable().values()))
+    optimizer.clip_and_step(0.0)
+    for name, p in policy.trainable().items():
+        torch.testing.assert_close(p.detach(), before[name] - 0.1, rtol=0, atol=1e-6)
+
+
+def test_a_loss_that_no_output_changes_needs_no_backward_pass():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, output = MasterAdamW([{"params": [weight], "lr": LR}]), weight * 2
+    optimizer.backward((output * 0).sum(), [output, None])
+    assert weight.grad is None
+    optimizer.backward((output * 3).sum(), [output, None])
+    assert weight.grad.tolist() == [6, 6]
 
 
 def test_a_step_without_any_gradient_moves_nothing(policy):

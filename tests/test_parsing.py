@@ -9,7 +9,7 @@ PLAIN = r"move is (\d+)"
 
 @pytest.mark.parametrize("response, action", [
     ("<move>5</move>", 5), ("first <move> 5 \n</move>", 5), ('{"move": 5}', 5),
-    ('{"move": "5"}', 5), ("My move is 5.", 5),
+    ('{"move": "5"}', 5), ("My move is 1. No, my move is 5.", 5),
     ("<move>1</move> no, <move>5</move>", 5),  # the last one
     ("<move>5</move> or <move>10</move>", 5),  # the last valid one
     ('<move>1</move> {"move": 5} <move>2</move>', 5),  # JSON first

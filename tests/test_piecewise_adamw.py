@@ -85,13 +85,20 @@ def test_random_numbers_come_from_the_seed_and_the_step_and_from_nothing_else():
             step(optimizer, gradient)
         return weight.detach()
 
-    first = after(0)
     state = torch.get_rng_state()
+    first = after(0)
+    assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(first, after(0, before_each=lambda: torch.rand(1)))
     assert not torch.equal(first, after(1))
-    torch.set_rng_state(state)
-    after(0)
-    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_second_moment_of_bfloat16_weights_falls_where_gradients_end():
+    weight = weight_of(4, torch.bfloat16)
+    optimizer = optimizer_of("adamw_bf16_sr", weight)
+    for gradient in (torch.ones(4), torch.zeros(4)):
+        step(optimizer, gradient)
+    second = moments(optimizer)["exp_avg_sq"]
+    assert second.tolist() == pytest.approx([1e-3 * 0.999] * 4, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +109,13 @@ def test_random_numbers_come_from_the_seed_and_the_step_and_from_nothing_else():
     ],
 )  # fmt: skip
 def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):
-    """Also where the one that continues is offloaded and the saved one was not, or the reverse."""
+    """Also where the one that continues is offloaded and the saved one was not, or the reverse. The
+    learning rate is that of the settings."""
     whole, part, resumed = (weight_of((32, 256), dtype) for _ in range(3))
     steps = gradients((32, 256), 6)
     optimizer = optimizer_of(kind, whole)
-    for gradient in steps:
+    for number, gradient in enumerate(steps):
+        optimizer.set_lr(LR if number < 3 else 2 * LR)
         step(optimizer, gradient)
     first = optimizer_of(kind, part, offload=offload)
     for gradient in steps[:3]:
@@ -115,7 +124,8 @@ def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):
     torch.save(first.state_dict(), file)
     file.seek(0)
     resumed.data.copy_(part)
-    second = optimizer_of(kind, resumed, offload=not offload and kind in KINDS_WITH_MASTERS)
+    offload = not offload and kind in KINDS_WITH_MASTERS
+    second = optimizer_of(kind, resumed, lr=2 * LR, offload=offload)
     second.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     for gradient in steps[3:]:
         step(second, gradient)

@@ -25,6 +25,21 @@ def test_value_lambda_changes_the_targets_and_not_the_advantages():
     assert torch.equal(advantages, decoupled)
 
 
+def test_only_tokens_in_the_loss_normalize_the_advantages_and_count_in_the_value_loss():
+    """With λ = 0 and values of 0 the advantages are the rewards 1, 3 and 9; the last is out."""
+    mask, zeros = torch.ones(1, 3) > 0, torch.zeros(1, 3)
+    in_loss = torch.tensor([[True, True, False]])
+    known = {"completion_mask": mask, "loss_mask": in_loss, "values": zeros}
+    batch = Batch(rewards=torch.tensor([[1.0, 3.0, 9.0]]), turn_ids=zeros.long(), **known)
+    found = compute_advantages(batch, Options(gae_lambda=0.0))
+    assert found["advantages"].tolist() == [pytest.approx([-1, 1, 0], abs=1e-3)]
+    micro = Micro(
+        old_logprobs=zeros, importance_weights=zeros, token_weights=zeros, **found, **known
+    )
+    metrics = compute_loss(zeros, zeros, micro, Options())[1]
+    assert metrics["value/loss"] == (1**2 + 3**2) / 2
+
+
 def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, scale=1.0, **given):
     """Of one token: loss, gradients of log-prob and value, metrics; π / π_old is `ratio`."""
     ratio, advantage, value, old_value, target, weight, scale = (

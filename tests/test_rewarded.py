@@ -97,6 +97,9 @@ async def meets(completions, **columns):
     return [1.0 for _ in completions]
 async def also(**columns):
     return await meets(**columns)
+def alone(prompts, completions):
+    [prompt] = {*prompts}
+    return [1.0 for _ in completions]
 def raises(**columns):
     raise KeyError("judge")
 def is_down(completions, **columns):
@@ -151,6 +154,7 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
     assert env.step("x").reward == 0.0  # None of one completion: the function does not apply
+    assert env.step("a").info["correct"] is False  # for 0.5
     spec = "rewarded:data=rows.jsonl,reward=rewards.py:accuracy"
     report = check_env(spec, 3, other_process=False)
     assert not report.problems and report.shared == 0
@@ -473,6 +477,7 @@ def test_a_judge_that_is_down_is_not_asked_again_for_each_row():
     ("texts", "RuntimeError: texts: TypeError: it returned '1.0' for a completion, not a", False),
     ("nan_metric", "ValueError: info['loss_of_judge'] of player is not JSON", False),
     ("never", "ValueError: never returned None for all completions", False),
+    ("alone", "RuntimeError: alone: ValueError: too many values to unpack", False),  # of two rows
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets",
      "RuntimeError: raises: KeyError: 'judge'; the row: prompt='Say ", False),

@@ -47,7 +47,8 @@ def test_lines_that_are_no_objects_are_skipped(tmp_path):
 def test_records_that_are_not_those_of_the_checkpoint_are_refused(tmp_path):
     file = tmp_path / "metrics.jsonl"
     with RunLog(tmp_path, CONFIG) as log:
-        log.log({"update": 0, "reward/mean": 0.55, "loss": float("nan"), "\ud800": 1.0})
+        losses = {"loss": float("nan"), "kl": float("-inf")}
+        log.log({"update": 0, "reward/mean": 0.55, **losses, "\ud800": 1.0})
         log.log({"update": 1, "reward/mean": 0.6})
         progress = {"sft_step": 0, "update": 1, **log.sync()}
         log.log({"update": 2})
@@ -56,7 +57,8 @@ def test_records_that_are_not_those_of_the_checkpoint_are_refused(tmp_path):
     assert rewind(tmp_path, progress) == ""
     rewound = file.read_bytes()
     assert rewound == whole[: whole.index(b'{"update": 2')] and rewind(tmp_path, progress) == ""
-    assert read_records(file)[0] == {"update": 0, "reward/mean": 0.55, "loss": None, "\ud800": 1.0}
+    first = {"update": 0, "reward/mean": 0.55, "loss": None, "kl": None, "\ud800": 1.0}
+    assert read_records(file)[0] == first
     file.write_bytes(rewound.replace(b"0.55", b"0.56"))
     with pytest.raises(UsageError, match=r"metrics.jsonl is damaged.*--trust"):
         rewind(tmp_path, progress)

@@ -13,7 +13,7 @@ from core import nanollm
 from core import sampler as sampler_module
 from core.batching import cut, to_rollout_batch
 from core.faults import Fault, UsageError
-from core.kv_cache import prefill
+from core.kv_cache import SharedPrefixCache, prefill
 from core.loading import load_policy
 from core.nanollm import make_sampler
 from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
@@ -271,6 +271,21 @@ def test_out_of_memory_halves_the_batch_and_changes_no_draw(policy, monkeypatch)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]  # the sampler keeps the smaller size
     assert len(lines) == 2 and lines[-1].endswith("continuing with 1")
+
+
+def test_completions_that_have_begun_when_memory_runs_out_begin_again(policy, monkeypatch):
+    params, prompts = SamplingParams(max_tokens=4, seed=4), [[65, i] for i in range(66, 72)]
+    expected = TorchSampler(policy).sample(prompts, params)
+    append = SharedPrefixCache.append
+
+    def append_at_most_two(cache, token_ids):
+        if len(token_ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        append(cache, token_ids)
+
+    monkeypatch.setattr(SharedPrefixCache, "append", append_at_most_two)
+    completions = TorchSampler(policy).sample(prompts, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
 
 
 def test_tokens_that_float32_sums_never_draw_can_be_drawn():

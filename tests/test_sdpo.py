@@ -26,7 +26,7 @@ def settings(algo="sdpo", **options):
     chosen = sdpo.Options(**options.pop("own")) if algo == "sdpo" else None
     cfg = train.Config(
         algo=algo, temperature=TEMPERATURE, num_epochs=2, max_grad_norm=0.0, num_prompts=3,
-        group_size=2, tis_cap=1.2, options=chosen, **options,
+        group_size=2, tis_cap=1.2, options=chosen, mask_truncated_completions=True, **options,
     )  # fmt: skip
     return config.resolve(cfg)
 
@@ -55,7 +55,7 @@ def all_logprobs(model, context, ids):
 def plain_gradient(cfg, rollouts, model, sampled_by):
     """The gradient of the divergence alone, one turn and one token after another."""
     loss, divergences = torch.zeros((), dtype=torch.float64), 0.0
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    turns = [turn for rollout in rollouts for turn in rollout.turns if turn.finish_reason == "stop"]
     count = sum(len(turn.completion_ids) for turn in turns)
     for turn in (turn for turn in turns if turn.feedback_ids):
         ids = turn.completion_ids
@@ -158,8 +158,11 @@ def test_evaluation_and_other_algorithms_have_no_teacher(play):
 
 
 def test_no_teacher_where_its_prompt_exceeds_the_context(policy, play, monkeypatch):
-    length = len(play(seed=3)[0].feedback_ids)
-    monkeypatch.setattr(policy, "max_length", length + 1)
+    first = play(seed=3)[0]
+    length = len(first.feedback_ids) + len(first.completion_ids)
+    monkeypatch.setattr(policy, "max_length", length)
+    assert play(seed=3)[0].feedback_ids == first.feedback_ids
+    monkeypatch.setattr(policy, "max_length", length - 1)
     assert play(seed=3)[0].feedback_ids == []
 
 

@@ -97,7 +97,7 @@ class VLLM(BaseHTTPRequestHandler):
         server.policy.stop_ids = wanted["stop_token_ids"]
         params = SamplingParams(wanted["max_tokens"], wanted["temperature"], seed=wanted["seed"])
         [drawn] = TorchSampler(server.policy).sample([prompt], params)
-        logprobs, ids = drawn.logprobs, drawn.token_ids
+        logprobs, ids = drawn.logprobs[: server.most], drawn.token_ids[: server.most]
         if server.raw:
             logprobs = canary.score(server.policy, prompt, ids).tolist()
         choice = {
@@ -121,7 +121,7 @@ def servers(qwen3_folder, monkeypatch, tmp_path):
             server.policy, server.lock = load_small(qwen3_folder, lora_rank=4), threading.Lock()
             server.adapters, server.length, server.keys = {}, 512, set()
             server.weight_version, server.weights_file = "default", tmp_path / "weights"
-            server.raw = server.takes_any_name = False
+            server.raw, server.takes_any_name, server.most = False, False, None
             server.instead = lambda path, body: None
         yield [one, two]
 
@@ -260,6 +260,12 @@ def test_a_prompt_goes_to_the_server_that_had_it_and_a_new_one_to_the_idle_one(s
     assert asked(servers[home])[-1]["token_ids"] == [65, 66, 67, 68, 69]
 
 
+def test_a_prompt_with_many_requests_goes_to_other_servers_too(start, servers, monkeypatch):
+    monkeypatch.setattr(server_sampler, "AHEAD", 2)
+    start().sample([[65, 66, 67]] * 8, PARAMS)
+    assert min(len(asked(server)[1:]) for server in servers) >= 2
+
+
 @pytest.mark.parametrize("takes_any_name", [False, True])
 def test_a_restarted_server_gets_the_adapter_again_before_a_token_counts(
     start, servers, takes_any_name
@@ -279,7 +285,15 @@ def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, ser
     sampler = start()
     one, two = servers
     expected = sampler.sample(PROMPTS, PARAMS)
-    for failure in ("gone", (503, "busy"), (404, "none"), (200, "<h1>Sign in</h1>"), (200, {})):
+    busy = 429, {"error": {"message": "busy"}}
+    for failure in (
+        "gone",
+        (503, "busy"),
+        busy,
+        (404, "none"),
+        (200, "<h1>Sign in</h1>"),
+        (200, {}),
+    ):
         one.asked.clear(), two.asked.clear(), sampler.lines.clear()
 
         def fail(path, body, failure=failure):
@@ -296,6 +310,29 @@ def test_what_a_lost_server_had_goes_to_the_other_with_the_same_seeds(start, ser
     one.asked.clear()
     with sampler:
         assert sampler.sample(PROMPTS, PARAMS) == expected and asked(one)
+
+
+def test_an_adapter_that_another_rank_has_loaded_is_used(start, servers):
+    [server, _] = servers
+
+    def loaded(path, body):
+        if path == "/v1/load_lora_adapter":
+            file = Path(body["lora_path"], "adapter_model.safetensors")
+            server.adapters[body["lora_name"]] = load_file(file)
+            return 400, {"error": {"message": "The lora adapter 'a' has already been loaded."}}
+
+    server.instead = loaded
+    sampler = start(1)
+    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
+
+
+def test_a_request_that_a_server_refuses_is_sent_to_no_other(start, servers, monkeypatch):
+    sampler = start(1)
+    monkeypatch.setattr(server_sampler, "WITHOUT_SERVER_S", 0.0)
+    refusal = 400, {"error": {"message": "no"}}
+    servers[0].instead = lambda path, body: refusal if path == SAMPLE else None
+    with pytest.raises(UsageError, match=f"^--base-url {servers[0].url}: status 400: no"):
+        sampler.sample(PROMPTS, PARAMS)
 
 
 def test_a_request_that_hangs_is_answered_elsewhere(start, servers):
@@ -501,6 +538,7 @@ REFUSED = [
     ({}, ("/v1/load_lora_adapter", (500, {"error": {"message": "rank 4"}})), "500: rank 4"),
     ({}, ("/v1/models", (401, "who is secret-7?")), r"status 401: who is \[key\]\?"),
     ({}, ("/v1/models", (307, "elsewhere")), "status 307"),
+    ({"most": 3}, None, "after 3 of 16 tokens: start it with --generation-config vllm"),
     ({"scale": 1.1}, None, r"16 tokens differ by \d.\de.* nats .*, 1e-04 is allowed"),
 ]
 

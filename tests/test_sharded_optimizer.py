@@ -29,18 +29,21 @@ def make_weights():
 
 
 def train(kind, steps, weights=None, state=None):
-    """Steps of two passes; weight 4 has no gradient, and the gradients of step 1 overflow."""
+    """Steps of two passes; the gradients of step 1 overflow. Weight 4 has no gradient, and the last
+    one, which has buckets of its own, none in step 3."""
     weights = [nn.Parameter(w.detach().clone()) for w in weights or make_weights()]
     groups = [{"params": weights[:6], "lr": 1e-3}, {"params": weights[6:], "lr": 1e-2}]
     optimizer, norms = kind(groups, loss_scale=2.0**10, weight_decay=0.0), []
     if state:
         optimizer.load_state_dict(state)
+    optimizer.backward(sum(w.float().sum() for w in weights), reduce=False)  # as to probe memory
+    optimizer.zero_grad()
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for _ in range(2):
             pull = [torch.randn(shape, generator=generator) for shape in SHAPES]
             terms = [(w.float() * g).sum() for w, g in zip(weights, pull, strict=True)]
-            del terms[4]
+            del terms[4], terms[len(terms) - (step == 3) :]
             optimizer.backward(sum(terms) * (torch.inf if step == 1 else 1.0))
         optimizer.sum_gradients()
         norm, stepped = optimizer.clip_and_step(50.0)

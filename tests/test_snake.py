@@ -2,7 +2,7 @@
 
 import pytest
 
-from environments.snake import Snake
+from environments.snake import Snake, shortest_path
 
 
 def move(word):
@@ -46,6 +46,13 @@ def test_the_head_may_enter_the_cell_that_the_tail_leaves():
     ring = [(1, 1), (1, 2), (2, 2), (2, 1)]
     assert not at(ring, (9, 9)).step(move("right")).done
     assert at([*ring, (3, 1)], (9, 9)).step(move("right")).done
+    # but no cell before the body has left it: in a corner, around to the middle of the own body
+    assert shortest_path([(1, 0), (0, 0), (0, 1)], (0, 0), 2) == [(1, 1), (0, 1), (0, 0)]
+
+
+def test_the_last_of_max_steps_ends_the_episode():
+    env = at(STRAIGHT, (9, 9), max_steps=2)
+    assert [env.step(move("right")).done for _ in range(2)] == [False, True]
 
 
 def test_the_grid_shows_head_body_and_fruit():

@@ -204,7 +204,11 @@ def test_slow_calls_change_no_token_and_no_reward(policy, register, request, kin
     one_by_one = RolloutCollector(policy, 3, env_workers=1)
     expected = one_by_one.collect(tasks(12), TorchSampler(policy), params)
     request.getfixturevalue("no_rounds")
-    rollouts = RolloutCollector(policy, 3).collect(tasks(12), TorchSampler(policy), params)
+    sampler, alone = TorchSampler(policy), []
+    add = sampler.add
+    sampler.add = lambda request: alone.append(request.alone) or add(request)
+    rollouts = RolloutCollector(policy, 3).collect(tasks(12), sampler, params)
+    assert not alone[0] and alone[-1]  # NanoLLM then draws by seeds
     for found, rollout in zip(rollouts, expected, strict=True):
         assert found.messages == rollout.messages and not found.error
         assert (found.seed, found.agent) == (rollout.seed, rollout.agent)
@@ -293,6 +297,30 @@ def test_environments_may_be_stepped_together(policy, register, renderer):
     for calls in (4, 2):
         collector.collect([Task("slow", 0, i) for i in range(calls)], Scripted(policy), PARAMS)
     assert sizes == [4, 2]
+
+
+def test_environments_with_tools_which_answer_first_are_stepped_one_by_one(policy, register):
+    def look() -> str:
+        """Look."""
+
+    class Tools(Quick):
+        tools = (look,)
+
+        def reset(self, seed):
+            self.seed = seed
+            return super().reset(seed)
+
+        def step(self, response):
+            return Step(None, 1 / self.seed, True)
+
+        @classmethod
+        def step_batch(cls, envs, responses):
+            raise NotImplementedError
+
+    register(Tools)
+    collector = RolloutCollector(policy, 1, renderer=ToolRenderer)
+    rollouts = collector.collect(tasks(2), Scripted(policy), PARAMS)
+    assert [bool(rollout.error) for rollout in rollouts] == [True, False]
 
 
 def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_are_whole(

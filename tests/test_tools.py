@@ -463,6 +463,18 @@ def test_a_result_is_cut_and_cannot_forge_a_turn(policy):
     assert [new.count(i) for i in ids] == [1, 1]  # those of the template
 
 
+def test_a_result_longer_than_the_context_cuts_the_episode(policy):
+    with_template(policy, QWEN).max_length = MAX_RESULT
+    rollout, _ = play(policy, call_text("repeat", text="ab" * 10_000))
+    assert (rollout.error, rollout.episode_truncated, len(rollout.turns)) == ("", True, 1)
+
+
+def test_equal_messages_with_other_tools_are_another_prompt(policy):
+    renderer = tools.ToolRenderer(with_template(policy, QWEN))
+    some, none = (renderer.opening_ids([user("Add.")], s) for s in (schemas(Adder()), []))
+    assert some != none
+
+
 # --- the system prompt
 
 

@@ -235,15 +235,23 @@ def test_groups_of_equal_returns_are_no_step_and_the_curriculum_leaves_evaluatio
 
 
 def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(command):
-    """An update samples at most 4 * 6 tokens, so 25 are spent after the first."""
+    """An update samples 4 tokens, so 7 are spent in the second, and 12 with the third."""
     flags = [*SMALL, "--sft-steps", "0", "--eval-every", "0", "--save-every", "0"]
-    flags += "--num-prompts 1 --max-tokens 6 --eval-num-tasks 1 --num-updates 9".split()
-    assert command(*flags, "--max-sampled-tokens", "25", "--run-name", "a")[0] == 0
+    flags += "--num-prompts 1 --max-tokens 1 --eval-num-tasks 1 --num-updates 9".split()
+    assert command(*flags, "--max-sampled-tokens", "7", "--run-name", "a")[0] == 0
     records = metrics_of("runs/a")
     assert [r["update"] for r in records] == [0, 1, 2]
     assert "eval/letter_counting/accuracy" in records[-1] and Path("runs/a/model").exists()
-    assert command("--resume", "runs/a", "--max-sampled-tokens", "49")[0] == 0
-    assert [r["update"] for r in metrics_of("runs/a")][:4] == [0, 1, 2, 3]
+    assert command("--resume", "runs/a", "--max-sampled-tokens", "12")[0] == 0
+    records = metrics_of("runs/a")
+    assert [r["update"] for r in records] == [0, 1, 2, 3]
+    assert "eval/letter_counting/accuracy" in records[-1]
+
+
+def test_after_a_warm_start_in_bfloat16_another_optimizer_has_the_gradients(command):
+    flags = "--dtype bfloat16 --sft-steps 1 --num-updates 1 --eval-num-tasks 0 --run-name a"
+    assert command(*SMALL, *flags.split())[0] == 0
+    assert metrics_of("runs/a")[-1]["update/steps"] == 1
 
 
 def test_evaluations_are_frequent_at_first():

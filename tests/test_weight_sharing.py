@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core import weight_sharing
-from core.load_trace import base_weights
+from core.load_trace import Copy, View, base_weights, whole_view
 from core.loading import load_policy
 
 FUSED = {  # in vLLM's order
@@ -106,3 +106,30 @@ def test_weight_without_a_view_is_copied_by_vllms_loader(policy):
         with torch.no_grad():
             weight.mul_(-2)
     assert storage(norm) != storage(weight)
+
+
+def test_a_weight_of_another_dtype_is_copied(policy):
+    engine_model = EngineModel(policy.causal_lm)
+    norm = nn.Parameter(torch.empty(32, dtype=torch.float64), requires_grad=False)
+    engine_model.register_parameter("model/norm/weight", norm)
+    _, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
+    assert to_load == {"model.norm.weight"}
+    assert torch.equal(norm, policy.causal_lm.model.norm.weight.double())
+
+
+@pytest.mark.parametrize(
+    ("places", "view"),
+    [  # where in the parameter, and with which strides, the upper and the lower two rows are
+        ([(30, (3, 1)), (36, (3, 1))], View((4, 3), (3, 1), 30)),
+        ([(30, (1, 4)), (32, (1, 4))], View((4, 3), (1, 4), 30)),  # transposed
+        ([(30, (3, 1))], None),  # the lower ones are not copied
+        ([(30, (3, 1)), (39, (3, 1))], None),  # not one after the other
+        ([(30, (3, 1)), (36, (1, 4))], None),
+    ],
+)
+def test_a_weight_copied_in_parts_is_a_view_where_these_fit_together(places, view):
+    copies = [
+        Copy("w", View((2, 3), (3, 1), 6 * half), View((2, 3), strides, offset))
+        for half, (offset, strides) in enumerate(places)
+    ]
+    assert whole_view((4, 3), copies) == view

@@ -110,8 +110,6 @@ class PiecewiseAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies the saved state into the tensors that are there, whatever their device."""
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group["lr"] = saved["lr"]
         for number, p in enumerate(self._parameters()):
             for name, tensor in self.state[p].items():
                 tensor.copy_(state_dict["state"][number][name])

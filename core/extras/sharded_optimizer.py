@@ -177,9 +177,6 @@ class ShardedAdamW(MasterAdamW):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned with any number of ranks, sharded or not."""
-        groups = zip(self.adamw.param_groups, state["adamw"]["param_groups"], strict=True)
-        for group, saved in groups:
-            group |= {name: value for name, value in saved.items() if name != "params"}
         masters = iter(state["masters"])
         restored = {}
         for number, weight in enumerate(self.weights):
