@@ -258,10 +258,16 @@ def micro_batches(
             micro.group_ids = batch.group_ids[micro.rows].to(policy.device)
             if num_observed:
                 micro.observation_weights = micro.observed / num_observed
-            if batch.kept_ids:
-                places = micro.index[micro.completion_mask].tolist()
-                micro.kept_ids = [batch.kept_ids.get(place) for place in places]
+            micro.kept_ids = kept_in(batch, micro)
             yield micro
+
+
+def kept_in(batch: RolloutBatch, micro: MicroBatch) -> list[Kept | None] | None:
+    """The ids that each sampled token of a micro-batch was drawn from; None: all ids."""
+    if not batch.kept_ids:
+        return None
+    places = micro.index[micro.completion_mask].tolist()
+    return [batch.kept_ids.get(place) for place in places]
 
 
 def cut(

@@ -116,7 +116,6 @@ class RolloutCollector:
 
         if self.opponents is None:
             return self.play(tasks, from_policy, on_progress)
-        self.opponents.update_copies(tasks)
         return self.play(tasks, from_policy_or_opponent, on_progress)
 
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:

@@ -116,6 +116,11 @@ def result(reward: float) -> str:
     return "You won." if reward > 0 else "You lost." if reward < 0 else "A draw."
 
 
+def prefill_of(messages: list[Message]) -> str:
+    """The beginning of the answer, where opening messages end with one of the assistant."""
+    return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else ""
+
+
 def user(content: str) -> Message:
     """Returns a user message."""
     return {"role": "user", "content": content}

@@ -95,6 +95,11 @@ def test_runs_on_other_terms_are_not_ranked():
     ]  # fmt: skip
 
 
+def test_a_file_of_an_environment_may_be_in_a_clone_of_each():
+    clones = [run(name, 0, 0.5, env=[f"/home/{name}/my.py:Maze:size=4"]) for name in "ab"]
+    assert ranks(board(clones)[1]) == [("1", "a"), ("1", "b")]
+
+
 def test_the_budget_is_that_of_most_runs():
     runs = [run(name, 0, 0.5, max_sampled_tokens=n) for name, n in [("a", 9), ("b", 7), ("c", 7)]]
     assert ", 7 sampled tokens," in board(runs)[0]

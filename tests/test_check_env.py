@@ -12,6 +12,7 @@ from environments.parsing import user
 from environments.plumbing import registry
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import ENVIRONMENTS, register
+from environments.plumbing.web import DEMONSTRATOR, Episode
 
 
 class Echo(Env):
@@ -33,6 +34,16 @@ class Hashed(Echo):
     def reset(self, seed):
         self.number = hash(str(seed))
         return [user(f"Repeat {self.number}.")]
+
+
+class Begun(Echo):
+    """The answer begins with what the environment gives; `step` gets all of it."""
+
+    def reset(self, seed):
+        return [*super().reset(seed), {"role": "assistant", "content": "It is "}]
+
+    def step(self, response):
+        return super().step(response.removeprefix("It is ") * response.startswith("It is "))
 
 
 def variant(base, name, **methods):
@@ -131,6 +142,11 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures():
     assert report.openings > 1390 and report.held_out > 690 and report.shared == 0
     pair = report_of(Pair)
     assert pair.problems == [] and pair.rewards == (0.5, 0.5)
+    assert report_of(Begun).demonstrations == [(1.0, True)] * 3
+    episode = Episode(Begun(), "begun", seed=7)
+    episode.act("player", player=DEMONSTRATOR)
+    assert episode.returns == {"player": 1.0}
+    assert [m["role"] for m in episode.chats["player"]] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(("environment", "words"), PROBLEMS)

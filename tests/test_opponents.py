@@ -12,6 +12,7 @@ import torch
 from conftest import load_small, metrics_of
 from test_episodes import Scripted
 
+import train
 from core.config import Config, resolve
 from core.episodes import RolloutCollector
 from core.extras import opponents
@@ -107,7 +108,7 @@ def test_an_older_copy_plays_with_its_weights_and_leaves_those_of_the_policy(
     policy, progress = load_small(qwen3_folder, lora_rank=lora_rank), {"update": 0}
     collector = joined(policy, tmp_path, "older:1", progress=progress)
     made, tasks = collector.opponents, [Task("nim:opponent=older:1", 0, 0)]
-    made.update_copies(tasks)
+    made.update_copies()
     first = {name: p.detach().clone() for name, p in policy.trainable().items()}
     if lora_rank:
         assert all("lora" in name for name in first)
@@ -129,12 +130,9 @@ def test_copies_are_kept_as_long_as_a_checkpoint_may_need_them(policy, tmp_path)
     made = joined(policy, tmp_path, "older:2", progress=progress).opponents
     (tmp_path / "checkpoint/000000-000005").mkdir(parents=True)  # after update 4
     for progress["update"] in range(15):
-        made.update_copies([Task("nim", 1, 0)])
+        made.update_copies()
     kept = sorted(int(path.stem) for path in (tmp_path / "opponents").iterdir())
     assert kept == [0, 2, 4, 8, 10, 12, 14]
-    progress["update"] = 16
-    made.update_copies([Task("nim", EVAL_SEEDS[0], 0)])  # the policy is that of update 17 by now
-    assert not (tmp_path / "opponents/000016").exists()
 
 
 def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
@@ -178,6 +176,26 @@ def test_an_opponent_samples_at_temperature_1_in_evaluations_too(policy, tmp_pat
     params = replace(PARAMS, temperature=0.0)
     collector.collect(tasks, Scripted(policy, "<move>1</move>"), params)
     assert {*asked} == {1.0}
+
+
+def test_an_older_copy_has_the_newest_weights_although_older_ones_sample(command, monkeypatch):
+    copied, update_copies = [], Opponents.update_copies
+
+    def take_step(cfg, run, *rest):
+        with torch.no_grad():
+            next(iter(run.policy.trainable().values())).fill_(rest[-1])  # the number of the update
+        return True
+
+    def note(opponents):
+        copied.append(next(iter(opponents.policy.trainable().values())).mean().item())
+        update_copies(opponents)
+
+    monkeypatch.setattr(train, "take_step", take_step)
+    monkeypatch.setattr(Opponents, "update_copies", note)
+    flags = "--env tic_tac_toe:opponent=older:1 --staleness 2 --num-updates 3 --group-size 2"
+    flags += " --num-prompts 1 --max-tokens 6 --max-turns 1 --eval-num-tasks 0 --device cpu"
+    assert command(*flags.split())[0] == 0
+    assert copied[2:] == [1.0, 2.0]
 
 
 FLAGS = """--env nim:opponent=older:1 --eval-env nim:opponent=older:1 nim:opponent=guess

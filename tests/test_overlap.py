@@ -24,7 +24,8 @@ AGENTS = Path(__file__).parents[1] / "environments" / "agents"
 CASES = {
     "grpo, lora": "--lora-rank 4",
     "ppo, all weights": "--algo ppo --num-minibatches 2",
-    "several agents": "--env tic_tac_toe --max-turns 3 --sft-steps 1 --sft-batch-size 4 --filter-groups 1",
+    "several agents": "--env tic_tac_toe --max-turns 3 --filter-groups 1 --sft-steps 1 "
+    "--sft-batch-size 4",
     "an agent's program": f"--env agent:run={AGENTS}/plain.py:run,data={AGENTS}/sums.jsonl",
     "async reward functions": f"--env rewarded:data={AGENTS}/sums.jsonl,"
     "prompt=question,reward=judges.py:judge",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import metrics_of
 
 from core.report.token_traces import _movement, choose_groups, pieces
 from core.types import Rollout, Turn
@@ -56,6 +57,13 @@ def test_traces_cover_every_token_and_the_step_follows_the_advantages(command, m
                 gained += a * (after - trainer)
         assert len({a for trace in row["token_traces"] for a in trace["advantage"]}) == 1
     assert gained > 0
+
+
+def test_tokens_drawn_from_some_ids_move_only_as_far_as_the_weights(command):
+    flags = "--env letter_counting:difficulty=2 --top-p 0.5 --run-name a".split()
+    short = [{"6": "24", "1e-3": "1e-9"}.get(word, word) for word in SHORT]
+    assert command(*short, *flags)[0] == 0
+    assert metrics_of("runs/a")[-1]["update/moved"] < 1e-4
 
 
 def test_whole_groups_within_the_budget_are_traced_and_at_least_one():

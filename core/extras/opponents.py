@@ -111,12 +111,9 @@ class Opponents:
         drawn = random.Random(derive_seed(seed, OPPONENTS, task.seed))
         return drawn.choice(copies_at(self.progress["update"], interval))
 
-    def update_copies(self, tasks: list[Task]) -> None:
-        """Writes the copy that is due before `tasks` are played, and removes those not needed."""
+    def update_copies(self) -> None:
+        """Writes the copy that is due before the next update, and removes those not needed."""
         update = max(0, self.progress["update"])
-        in_evaluation = any(task.seed in EVAL_SEEDS for task in tasks)
-        if in_evaluation and self.progress["update"] >= 0:  # the policy is already the next one
-            return
         due = [k for k in self.intervals if update % k == 0]
         if not due or self.saved == update:
             return

@@ -74,6 +74,7 @@ class Run:
                 self.save()
                 of_warm_start = run_log.read_records(self.outputs.folder / run_log.METRICS)
                 self.history = [*map(diagnostics.warning_inputs, of_warm_start)]
+            self.save_copy()
             self.log(0, self.evaluator.evaluate(0), [])
         while self.next_update <= self.cfg.num_updates and not self.stopped:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
@@ -81,8 +82,15 @@ class Run:
             self.interrupt.check()
             self.outputs.writer.check()
             self.started_at = perf_counter()
+            self.save_copy()
             rewarded.STATE.global_step = self.next_update - 1  # updates that are complete
             yield self.next_update
+
+    def save_copy(self) -> None:
+        """Writes the copy for opponents that is due (core/extras/opponents.py): now, as the policy
+        has other weights while --staleness samples."""
+        if self.collector.opponents is not None:
+            self.collector.opponents.update_copies()
 
     def compare_weights(self) -> None:
         """Measures whether the sampler has the policy's weights; see core/canary.py."""

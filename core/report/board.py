@@ -21,6 +21,7 @@ from core.faults import UsageError
 from core.report.summary import algorithm_title, minutes, sampled_tokens
 from core.results import accuracy_of, before_after
 from core.run.log import Record
+from environments.plumbing.registry import EnvSpec
 
 TOLERANCE = 1.05  # of the budget
 HEADERS = ["rank", "run", "algorithm", "held-out accuracy [95%]", "sampled tokens", "minutes"]
@@ -94,7 +95,8 @@ def terms_of(config: dict[str, Any], records: list[Record], model: str) -> Terms
     env, first, _ = evaluated[0]
     return (
         ("evaluated on", env), ("held-out tasks", config["eval_num_tasks"]), ("from", model),
-        ("trained on", " ".join(config["env"])), ("warm-start steps", config["sft_steps"]),
+        ("trained on", " ".join(EnvSpec(env).short for env in config["env"])),
+        ("warm-start steps", config["sft_steps"]),
         ("accuracy before RL", f"{first[f'eval/{env}/accuracy']:.2f}"),
     )  # fmt: skip
 

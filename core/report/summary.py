@@ -144,7 +144,9 @@ def next_step(run_dir: Path, records: list[Record]) -> str:
 
 def _change(env: str, first: Record, last: Record) -> str:
     """The accuracy before RL and after; the accuracy alone where no update followed."""
-    p, trivial, tasks = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial", "tasks"))
+    p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
+    counts = [record.get(f"eval/{env}/tasks") for record in (first, last)]
+    tasks = min(filter(None, counts), default=None)  # --eval-num-tasks may have changed
     line, parts = accuracy_of(env, first), []
     if last is not first:
         line += f" before RL -> {accuracy_of(env, last)} after {last['update']} updates"
@@ -175,8 +177,13 @@ def num_updates(records: list[Record]) -> int:
 
 
 def minutes(records: list[Record]) -> float:
-    """Returns the minutes spent in warm start, sampling, training and evaluation."""
-    return sum(v for r in records for k, v in r.items() if k.startswith("time/") and v) / 60
+    """Returns the minutes spent in warm start, sampling, training and evaluation.
+
+    >>> minutes([{"time/rollout_s": 60.0, "time/train_s": 30.0, "time/sync_s": 12.0}])
+    1.5
+    """
+    parts = ("rollout", "train", "eval", "sft")  # time/sync_s is a part of time/train_s
+    return sum(r.get(f"time/{part}_s") or 0 for r in records for part in parts) / 60
 
 
 def sampled_tokens(records: list[Record]) -> int:

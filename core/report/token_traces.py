@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from algorithms.common import group_sum, minus
 from core import distributed
-from core.batching import MicroBatch, RolloutBatch, cut
+from core.batching import MicroBatch, RolloutBatch, cut, kept_in
 from core.policy import Policy
 from core.types import Rollout
 
@@ -47,6 +47,7 @@ def trace_tokens(
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in rows]
     max_tokens = min(MICRO_BATCH, policy.micro_batch_tokens)
     for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
+        micro.kept_ids = kept_in(batch, micro)
         logprobs, _, _ = forward(policy, micro, temperature)
         micro.scatter(logprobs, into=new_logprobs)
     columns: dict[str, Tensor | None] = {

@@ -42,6 +42,7 @@ from environments.base import (
     checked_step,
     has_step_batch,
 )
+from environments.parsing import prefill_of
 from environments.plumbing.registry import describe_error, make, place_of, variables_of_python
 from environments.plumbing.tools import hostile_calls, with_tools
 
@@ -332,10 +333,12 @@ def _play(
 ) -> tuple[dict[str, list[Message]], Turns]:  # fmt: skip
     """Returns the opening of an episode, and the responses and steps of each turn."""
     opening = _reset(env, seed)
+    begun = {agent: prefill_of(messages) for agent, messages in opening.items()}
     turns: Turns = []
     waiting = set(opening)
     while waiting and len(turns) < max_turns:
-        responses = {agent: respond(agent, len(turns)) for agent in sorted(waiting)}
+        responses = {agent: begun.pop(agent, "") + respond(agent, len(turns))
+                     for agent in sorted(waiting)}  # fmt: skip
         turns.append((responses, _step(report, env, responses)))
         waiting = _asked(turns[-1][1])
     answered = {agent for _, steps in turns for agent in steps}

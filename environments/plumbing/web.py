@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.base import Env, Message, MultiAgentEnv, UsageError
-from environments.parsing import user
+from environments.parsing import prefill_of, user
 from environments.plumbing.text import printable_json
 from environments.plumbing.tools import ReadCalls, lines_about, read_calls, with_tools
 
@@ -82,8 +82,11 @@ class Episode:
             raise UsageError(f"{agent} is not asked to act")
         if text is None and (text := self._response_of(player, agent)) is None:
             raise UsageError(f"this environment has no {player}")
-        self.responses[agent] = text
-        self.chats[agent].append({"role": "assistant", "content": text})
+        chat, given = self.chats[agent], prefill_of(self.chats[agent])
+        if given:
+            del chat[-1]
+        self.responses[agent] = given + text
+        chat.append({"role": "assistant", "content": given + text})
         self.log.append({"agent": agent, "speaker": player, "text": text})
         if set(self.responses) == set(self.asked):
             responses, self.responses = self.responses, {}
