@@ -248,7 +248,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
         usable = selection.drop_failed(fresh, run.say)
-        if update == 1:
+        if update == 1 or "changed_settings" in run.notes:
             selection.check_reward_parts(cfg, usable)
             selection.check_feedback(cfg, usable)
         kept += selection.with_spread(cfg, usable) if cfg.filter_groups else usable

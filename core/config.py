@@ -381,6 +381,16 @@ def resolve(cfg: Config) -> Config:
     return cfg
 
 
+def without_preset(cfg: Config) -> Config:
+    """`cfg` without the options that are those of its loss type, for another one to set them."""
+    algorithm, kind = load_algorithm(cfg.algo), type(cfg.options)
+    if not hasattr(algorithm, "resolve"):  # an own one
+        return cfg
+    preset = vars(algorithm.resolve(kind(loss_type=cfg.options.loss_type)))  # type: ignore
+    own = {name: value for name, value in vars(cfg.options).items() if value != preset[name]}
+    return replace(cfg, options=kind(**own))
+
+
 def needs(cfg: Config) -> set[str]:
     """What the algorithm needs, in the words of core/algorithm.py."""
     return needs_of(cfg.algo, cfg.options or load_algorithm(cfg.algo).Options())

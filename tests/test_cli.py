@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from algorithms import grpo
 from algorithms.options import Range
 from core import config
 from core.algorithm import algorithm_names, load_algorithm
@@ -69,7 +70,7 @@ def test_an_invalid_file_is_one_line_with_its_name(tmp_path, monkeypatch, capsys
 
 TRAINED = {"algo": "grpo", "env": ["letter_counting"], "lr": 5e-05, "seed": 0, "eval_every": 10,
            "model_id": "old/model", "device": "auto", "sampler": "auto", "lora_rank": 0,
-           "grpo": {"clip_low": 0.2}}  # fmt: skip
+           "optimizer": "adamw", "grpo": {"clip_low": 0.2}}  # fmt: skip
 
 
 @pytest.fixture
@@ -96,10 +97,23 @@ def test_a_resumed_run_may_change_some_settings_and_keeps_the_others(resume):
     for flag, named in (("--grpo.clip-low 0.5", "grpo.clip_low"), ("--sampler openai", "sampler")):
         with pytest.raises(UsageError, match=f"{named} is .* --allow-changes"):
             resume(f"--resume runs/a {flag}")
+    for flag, named in (("optimizer adamw8bit", "optimizer"), ("model-id tiny", "model_id")):
+        with pytest.raises(UsageError, match=f"{named} is .* in this run, and stays so"):
+            resume(f"--resume runs/a --{flag} --allow-changes")
     same = {"lr": "5e-05", "env": "letter_counting", "seed": "'0'"}  # other forms of the values
     assert resume("--resume runs/a", **same) == resume("--resume runs/a")
     with pytest.raises(UsageError, match=r"lr is 5e-05 in this run, not 0\.1: change it back"):
         resume("--resume runs/a", lr=0.1)  # an edited file
+
+
+def test_another_loss_type_brings_the_options_that_nobody_has_set(resume):
+    saved = vars(resolve(Config(options=grpo.Options(clip_high=0.5))).options)
+    cfg = resume("--resume runs/a --grpo.loss-type dr_grpo --allow-changes", grpo=saved)
+    fresh = Config(options=grpo.Options("dr_grpo", clip_high=0.5))
+    assert resolve(cfg).options == resolve(fresh).options
+    cfg = resume("--config a --grpo.loss-type lite_ppo --grpo.clip-high 0.28", grpo=saved)
+    fresh = Config(options=grpo.Options("lite_ppo", clip_high=0.28))
+    assert resolve(cfg).options == resolve(fresh).options
 
 
 def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):

@@ -376,3 +376,8 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     expected = {"accuracy": 1 / 3, "tasks": 3, "failed": 2, "pass_at_1": 1 / 3, "pass_at_k": 1.0,
                 "p_value": 1.0, "trivial": 0.5}  # fmt: skip
     assert {k: found[f"eval/letter_counting/{k}"] for k in expected} == pytest.approx(expected)
+    assert "eval/letter_counting/seen" not in found  # nothing has looked for these prompts yet
+    evaluator.note_trained(rollouts[:1])
+    assert evaluator.evaluate(4)["eval/letter_counting/seen"] == pytest.approx(1 / 3)
+    evaluator.progress["held_out_openings"] = [1]  # of other tasks, before a resume changed them
+    assert "eval/letter_counting/seen" not in evaluator.evaluate(5)

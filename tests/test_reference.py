@@ -32,8 +32,11 @@ def test_the_reference_stays_the_same_when_the_policy_is_trained(qwen3_folder, t
     assert (hidden(policy) - before).abs().max() > 1e-3
     assert torch.equal(hidden(reference), before)
     assert not reference.hidden_states(IDS).requires_grad and not reference.trainable()
-    for next_update in (0, 1, 3):  # of a resumed run
-        assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update)), before)
+    assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update=2)), before)
+    # a run that was stopped before update 1 ended, and resumed with another warm start
+    again = freeze_reference(policy, tmp_path, next_update=1)
+    assert torch.equal(hidden(again), hidden(policy))
+    assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update=2)), hidden(policy))
     weights = sum(p.numel() * 4 for p in policy.model.parameters())
     assert reference_bytes(Config(kl_coef=1.0), policy) == weights
     assert reference_bytes(Config(), policy) == 0

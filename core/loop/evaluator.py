@@ -56,11 +56,13 @@ class Evaluator:
         if not stopped:
             drop_failed(rollouts, say)  # warns; raises if over half failed
         results = evaluation.accuracy_metrics(rollouts)
-        openings = sorted({hash(opening_of(rollout)) for rollout in rollouts})
+        openings = {hash(opening_of(rollout)) for rollout in rollouts}
         known = {*self.progress.setdefault("seen_openings", [])}
-        if self.progress.setdefault("held_out_openings", openings) and update > 0:
-            for env, own in by_seat(evaluation.played(rollouts)).items():
-                seen = [hash(opening_of(rollout)) in known for rollout in own]
+        followed = {*self.progress.get("held_out_openings", [])}  # `note_trained` looked for them
+        self.progress["held_out_openings"] = sorted(followed | openings)
+        for env, own in by_seat(evaluation.played(rollouts)).items():
+            begun = [hash(opening_of(rollout)) for rollout in own]
+            if seen := [opening in known for opening in begun if opening in followed]:
                 results[f"eval/{env}/seen"] = sum(seen) / len(seen)
         if self.cfg.eval_samples and not stopped:
             repeated = evaluation.repeated_tasks(self.cfg, held_out)

@@ -61,6 +61,8 @@ def parse(args: list[str]) -> Config:
     say_loading()
     saved = as_config(settings, file, given, flags.trust)
     cfg, _ = _parse_flags(args, saved)
+    if cfg.options.loss_type != saved.options.loss_type:
+        cfg, _ = _parse_flags(args, config.without_preset(saved))
     if file and flags.resume:
         cfg = replace(cfg, resume=str(file.parent))
         _check_changes(cfg, file.parent)
@@ -156,6 +158,10 @@ def _check_changes(cfg: Config, run: Path) -> None:
     It may also name the device or the sampler where the run had auto.
     """
     for name, (before, now) in changed_settings(cfg, run).items():
+        # the folder has the weights of tiny, and the optimizer's state
+        if name == "optimizer" or (name == "model_id" and {before, now} & {*config.TINY}):
+            raise UsageError(f"--resume {run}: {name} is {before} in this run, and stays so: start "
+                             f"another run for {now}")  # fmt: skip
         moved = name == "model_id" and before not in (*config.TINY, config.SMOLLM2)
         chosen = name in ("device", "sampler") and before == "auto" and now != "openai"
         if not (moved or chosen or cfg.allow_changes or name in FREE_ON_RESUME):

@@ -28,7 +28,7 @@ FOLDER = "reference"
 
 
 def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
-    """The reference of a run: copied from `policy` before update 1, loaded from then on.
+    """The reference of a run: copied from `policy` before update 1 ends, loaded from then on.
 
     Raises UsageError if `next_update` is a later one and its folder is missing or damaged.
     """
@@ -36,12 +36,11 @@ def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
         return replace(policy, value_head=None, disables_adapters=True)
     frozen = copy.deepcopy(policy.model).requires_grad_(False)
     folder, weights = run_dir / FOLDER, dict(frozen.named_parameters())  # tied ones once
-    _, fault = unseal(folder)
-    if not fault:
+    if next_update > 1:
+        if fault := unseal(folder)[1]:
+            raise UsageError(f"--resume: {folder}, the reference of the KL, {fault}: restore the "
+                             "folder, or start again with another --run-name")  # fmt: skip
         copy_weights(folder, weights)
-    elif next_update > 1:
-        raise UsageError(f"--resume: {folder}, the reference of the KL, {fault}: restore the "
-                         "folder, or start again with another --run-name")  # fmt: skip
     elif distributed.rank() == 0:
         with sealed(folder, {}) as part:
             save_weights(part, weights)
