@@ -204,15 +204,6 @@ def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch):
     assert evaluation.accuracy_metrics(rollouts)["eval/crowd/failed"] == 3
 
 
-def test_a_failed_infrastructure_is_neither_trained_on_nor_evaluated(policy, one_turn):
-    one_turn(fails_for=(1, 3))
-    rollouts = play(policy, *(Task("one", seed, seed) for seed in range(5)))
-    assert [r.env_failure for r in rollouts] == [False, True, False, True, False]
-    assert rollouts[1].error == "EnvFailure: connection lost"
-    left = evaluation.played(rollouts)
-    assert metrics.eval_metrics(left, metrics.distinct_tasks(left))["eval/one/accuracy"] == 1.0
-
-
 def test_a_server_that_dies_ends_the_run_which_a_new_server_continues(command, one_turn):
     """Updates 1 and 2 have 4 episodes each; from the third on the server is down."""
     state = {"left": 8}
