@@ -108,6 +108,20 @@ def browser():
         browser.close()
 
 
+@pytest.fixture
+def tab(browser):
+    """A browser tab, the addresses that it fetches, and the errors that it reports. In the end no
+    text has run as a script."""
+    page, requests, errors = browser.new_page(), [], []
+    page.set_default_timeout(10_000)
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page, requests, errors
+    assert errors == [] and page.evaluate("typeof window.ran") == "undefined"
+    page.close()
+
+
 def save_small(family, folder, **changes):
     """Saves a model of 2 layers with random weights and biases, and the tokenizer of tiny."""
     import torch
