@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_env_failures import OneTurn
 from test_episodes import PARAMS, Scripted, message
 
 from core import pool, threads
@@ -35,16 +36,6 @@ def tasks(number):
     return [Task("slow", seed, seed) for seed in range(number)]
 
 
-class Quick(Env):
-    """One turn."""
-
-    def reset(self, seed):
-        return [message(f"task {seed}")]
-
-    def step(self, response):
-        return Step(None, 1.0, True)
-
-
 @pytest.fixture
 def impatient(monkeypatch):
     """One call of over 10 ms makes its kind slow."""
@@ -54,7 +45,7 @@ def impatient(monkeypatch):
 def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
     policy, register, impatient
 ):
-    class Fussy(Quick):
+    class Fussy(OneTurn):
         thread_safe, seen = False, set()
 
         def step(self, response):
@@ -70,7 +61,7 @@ def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
 
 
 def test_environments_may_run_asyncio_in_a_notebook(policy, register):
-    class Asks(Quick):
+    class Asks(OneTurn):
         main_thread = True
 
         def step(self, response):
@@ -89,7 +80,7 @@ def test_the_main_thread_calls_an_environment_that_needs_it(policy, register):
     """Ctrl-C is not taken for an error of the environment."""
     seen = []
 
-    class Alarmed(Quick):
+    class Alarmed(OneTurn):
         main_thread = True
 
         def step(self, response):
@@ -107,7 +98,7 @@ def test_the_main_thread_calls_an_environment_that_needs_it(policy, register):
 def test_process_wide_generators_draw_as_if_the_environments_were_alone(
     policy, register, impatient
 ):
-    class Sloppy(Quick):
+    class Sloppy(OneTurn):
         def reset(self, seed):
             random.seed(seed)
             time.sleep(0.02)
@@ -150,7 +141,7 @@ def no_rounds(monkeypatch):
 def test_slow_environments_are_called_at_the_same_time(policy, register, no_rounds):
     together = threading.Barrier(8)
 
-    class Meets(Quick):
+    class Meets(OneTurn):
         """Two turns: the first one shows that it is slow, the second one waits for all others."""
 
         def reset(self, seed):
@@ -296,7 +287,7 @@ def test_environments_with_tools_which_answer_first_are_stepped_one_by_one(polic
     def look() -> str:
         """Look."""
 
-    class Tools(Quick):
+    class Tools(OneTurn):
         tools = (look,)
 
         def reset(self, seed):
