@@ -34,6 +34,8 @@ FAMILIES = {  # supported by both samplers; the names of their classes in transf
 }
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
+SMALL = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
+    --device cpu""".split()  # a run of one small update
 PROGRAM = f"agent:run={Path(__file__).parent}/agent_program.py:run,data={AGENTS}/sums.jsonl"
 
 
