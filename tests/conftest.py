@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from functools import cache
 from http.server import ThreadingHTTPServer
@@ -62,6 +63,14 @@ def pytest_collection():
 def pytest_runtest_setup():
     """Libraries that an earlier test used may have set a handler of their own."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def wait_for_the_end_of(pid):
+    """Until the process, which nobody may have reaped, has ended."""
+    import psutil
+
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
 
 
 def needs(extra, *modules):

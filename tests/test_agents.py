@@ -12,9 +12,8 @@ from pathlib import Path
 from shutil import which
 from types import SimpleNamespace
 
-import psutil
 import pytest
-from conftest import AGENTS
+from conftest import AGENTS, wait_for_the_end_of
 
 from core import pool
 from core.batching import to_rollout_batch
@@ -674,8 +673,7 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
         children = [int(line) for line in Path("child").read_text().split()]
         assert len(children) == 2
         for pid in children:
-            wait_for(lambda pid=pid: not psutil.pid_exists(pid)
-                     or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # fmt: skip
+            wait_for_the_end_of(pid)
 
 
 def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(policy, write):
