@@ -298,11 +298,6 @@ class Turns(Env):
 
     def __init__(self, difficulty: int = 1):
         self.difficulty, self.turns, self.shared = difficulty, 0, []
-        self.tools = [self.look]
-
-    def look(self) -> int:
-        """The number of turns."""
-        return self.turns
 
     def reset(self, seed):
         return [{"role": "user", "content": f"{seed} {self.difficulty}"}]
