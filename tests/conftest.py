@@ -69,8 +69,11 @@ def wait_for_the_end_of(pid):
     """Until the process, which nobody may have reaped, has ended."""
     import psutil
 
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    for _ in range(6000):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
         time.sleep(0.01)
+    raise AssertionError("it goes on")
 
 
 def needs(extra, *modules):
