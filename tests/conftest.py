@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from functools import cache
 from http.server import ThreadingHTTPServer
@@ -34,6 +35,8 @@ FAMILIES = {  # supported by both samplers; the names of their classes in transf
 }
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
+SMALL = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
+    --device cpu""".split()  # a run of one small update
 PROGRAM = f"agent:run={Path(__file__).parent}/agent_program.py:run,data={AGENTS}/sums.jsonl"
 
 
@@ -60,6 +63,17 @@ def pytest_collection():
 def pytest_runtest_setup():
     """Libraries that an earlier test used may have set a handler of their own."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def wait_for_the_end_of(pid):
+    """Until the process, which nobody may have reaped, has ended."""
+    import psutil
+
+    for _ in range(6000):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.01)
+    raise AssertionError("it goes on")
 
 
 def needs(extra, *modules):
@@ -106,6 +120,20 @@ def browser():
         browser = playwright.chromium.launch(executable_path=path, args=flags)
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """A browser tab, the addresses that it fetches, and the errors that it reports. In the end no
+    text has run as a script."""
+    page, requests, errors = browser.new_page(), [], []
+    page.set_default_timeout(10_000)
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page, requests, errors
+    assert errors == [] and page.evaluate("typeof window.ran") == "undefined"
+    page.close()
 
 
 def save_small(family, folder, **changes):

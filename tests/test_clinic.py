@@ -49,13 +49,6 @@ def test_without_a_fault_no_task_is_repeated_or_evaluated(command):
     assert {v for r in records for k, v in r.items() if k.endswith("/seen")} == {0.0}
 
 
-def test_there_are_twenty_faults_and_few_have_no_warning():
-    assert len(faults.FAULTS) == 20 and len(NAMED) >= 17
-    assert {fault.flags for fault in faults.FAULTS.values()} == {*faults.HEALTHY}
-    together = {faults.FAULTS[name].warning for name in " ".join(TOGETHER).split()}
-    assert together == {faults.FAULTS[name].warning for name in NAMED}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import Config
 from core.report import doctor
-from core.run import diagnostics
 from core.run.log import read_records
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
@@ -27,16 +25,6 @@ def evaluation(accuracy, p=None, low=None, high=None):
 
 def shown(records):
     return [*map(str, doctor.findings(Path("runs/a"), {"lr": 1e-5}, records))]
-
-
-def test_a_gap_of_float32_is_judged_by_the_limit_of_its_warning():
-    message = diagnostics.new_warnings(
-        [update(n, **{"gap/logprob_mean": 6e-4}) for n in range(1, 4)], Config(dtype="float32")
-    )
-    records = [update(n, **{"gap/logprob_mean": 7e-4}) for n in range(1, 9)]
-    assert not any("sampler_gap" in line for line in shown(records))
-    records[2]["warnings"] = message
-    assert "differ by 0.0007 nats on average, above 0.0005 (sampler_gap" in shown(records)[0]
 
 
 def test_a_healthy_run_has_one_finding_with_the_next_step():

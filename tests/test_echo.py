@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import metrics_of
+from conftest import SMALL, metrics_of
 from test_float64_step import folder, models, states  # noqa: F401
 from test_sdpo import TEMPERATURE, gradients
 
@@ -111,9 +111,7 @@ def test_an_answer_that_was_not_sampled_is_not_predicted(policy):
 
 
 def test_a_run_with_one_turn_says_that_nothing_is_predicted(command, tmp_path):
-    args = """--algo echo --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 0
-        --run-name one""".split()
-    code, out, err = command(*args)
+    code, out, err = command(*SMALL, "--algo", "echo", "--run-name", "one")
     assert code == 0 and "nothing to predict" in " ".join(f"{out} {err}".split())
     assert not any("loss/echo" in record for record in metrics_of(tmp_path / "runs/one"))
 

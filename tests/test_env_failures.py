@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import SMALL
 from test_episodes import PARAMS, Scripted, message
 
 from core import evaluation, metrics
@@ -204,15 +205,6 @@ def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch):
     assert evaluation.accuracy_metrics(rollouts)["eval/crowd/failed"] == 3
 
 
-def test_a_failed_infrastructure_is_neither_trained_on_nor_evaluated(policy, one_turn):
-    one_turn(fails_for=(1, 3))
-    rollouts = play(policy, *(Task("one", seed, seed) for seed in range(5)))
-    assert [r.env_failure for r in rollouts] == [False, True, False, True, False]
-    assert rollouts[1].error == "EnvFailure: connection lost"
-    left = evaluation.played(rollouts)
-    assert metrics.eval_metrics(left, metrics.distinct_tasks(left))["eval/one/accuracy"] == 1.0
-
-
 def test_a_server_that_dies_ends_the_run_which_a_new_server_continues(command, one_turn):
     """Updates 1 and 2 have 4 episodes each; from the third on the server is down."""
     state = {"left": 8}
@@ -224,9 +216,8 @@ def test_a_server_that_dies_ends_the_run_which_a_new_server_continues(command, o
         return Step(None, float(len(response)), True)
 
     one_turn(step=serve)
-    flags = ["--env", "one", "--num-prompts", "2", "--group-size", "2", "--eval-num-tasks", "0"]
-    flags += ["--num-updates", "4", "--max-tokens", "4", "--run-name", "a", "--save-every", "0"]
-    code, _, err = command(*flags)
+    flags = "--env one --eval-num-tasks 0 --num-updates 4 --run-name a --save-every 0".split()
+    code, _, err = command(*SMALL, *flags)
     assert code == 2 and err.count("\n") == 1
     assert "4 of 4 episodes failed; the first one, one with seed" in err
     assert "EnvFailure: connection lost; resume with: python train.py --resume runs/a" in err
@@ -245,7 +236,7 @@ def test_where_an_evaluation_fails_no_update_is_saved_that_is_not_complete(comma
             return seed in EVAL_SEEDS and self.asked > 4  # the first evaluation has four tasks
 
     one_turn(fails_for=LaterEvaluations())
-    flags = ["--env", "one", "--num-prompts", "2", "--group-size", "2", "--eval-num-tasks", "4"]
-    code, _, err = command(*flags, "--num-updates", "2", "--max-tokens", "4", "--run-name", "a")
+    flags = "--env one --eval-num-tasks 4 --num-updates 2 --run-name a".split()
+    code, _, err = command(*SMALL, *flags)
     assert code == 2 and "4 of 4 episodes failed" in err and "resume" not in err
     assert find_checkpoint(Path("runs/a")).progress["update"] == 1

@@ -3,28 +3,27 @@
 Some families scale or cap their logits, have layers without attention, or apply dropout themselves.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-import transformers
 from conftest import load_small
 
 from core.faults import UsageError
 from core.loading import load_policy
 from core.policy import Policy
 from core.sampler import SamplingParams, TorchSampler
-from core.tiny import tiny_tokenizer
 
-SHAPE = {
-    "vocab_size": 704, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
-    "max_position_embeddings": 512, "bos_token_id": None,
-}  # fmt: skip
+sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
+import families
+
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 FAMILIES = {  # what each does to its logits, or which layers it has; the settings
     "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
     "Gemma2": {"final_logit_softcapping": 2.0, "sliding_window": 8},
-    "Gemma3": {"text_config": SHAPE | {"final_logit_softcapping": 2.0, "sliding_window": 8},
+    "Gemma3": {"text_config": families.SHAPE | {"final_logit_softcapping": 2.0},
                "vision_config": VISION, "mm_tokens_per_image": 1},
     "FalconH1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,
                  "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
@@ -35,26 +34,17 @@ FAMILIES = {  # what each does to its logits, or which layers it has; the settin
                   "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.3},
 }  # fmt: skip
-MODELS = {"Gemma3": "Gemma3ForConditionalGeneration"}
 
 
-@pytest.fixture(scope="session")
-def family_folder(tmp_path_factory):
+@pytest.fixture
+def save(monkeypatch, tmp_path):
     """Saves a small model of a family with random weights; returns its folder."""
-    folders = {}
 
     def save(family):
-        if family not in folders:
-            tokenizer = tiny_tokenizer()
-            ends = {k: getattr(tokenizer, k) for k in ("eos_token_id", "pad_token_id")}
-            config_class = getattr(transformers, f"{family}Config")
-            model_class = getattr(transformers, MODELS.get(family, f"{family}ForCausalLM"))
-            torch.manual_seed(0)
-            model = model_class(config_class(**{**SHAPE, **ends, **FAMILIES[family]}))
-            folders[family] = tmp_path_factory.mktemp(family)
-            model.save_pretrained(folders[family])
-            tokenizer.save_pretrained(folders[family])
-        return folders[family]
+        classes = "Gemma3Config", "Gemma3ForConditionalGeneration"
+        monkeypatch.setitem(families.CLASSES, "Gemma3", classes)
+        monkeypatch.setitem(families.FAMILIES, family, FAMILIES[family])
+        return families.save_model(family, tmp_path)
 
     return save
 
@@ -74,8 +64,8 @@ def trainer_logprobs(policy, token_ids):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_and_trained_log_probs_are_those_of_the_model(family, family_folder):
-    policy = load_small(family_folder(family))
+def test_sampled_and_trained_log_probs_are_those_of_the_model(family, save):
+    policy = load_small(save(family))
     prompts = prompts_of(policy)
     completions = TorchSampler(policy).sample(prompts, SamplingParams(max_tokens=10, seed=1))
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -88,11 +78,11 @@ def test_sampled_and_trained_log_probs_are_those_of_the_model(family, family_fol
         assert completion.logprobs == pytest.approx(sampled.squeeze(1).tolist(), abs=1e-4)
 
 
-def test_a_model_whose_log_probs_training_would_change_is_refused(family_folder, monkeypatch):
+def test_a_model_whose_log_probs_training_would_change_is_refused(save, monkeypatch):
     def without_scaling(self, hidden):
         return self.causal_lm.get_output_embeddings()(hidden).float()
 
     monkeypatch.setattr(Policy, "to_logits", without_scaling)
     with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off") as error:
-        load_policy(str(family_folder("Granite")), device="cpu")
+        load_policy(str(save("Granite")), device="cpu")
     assert len(str(error.value).splitlines()) == 1

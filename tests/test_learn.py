@@ -1,6 +1,6 @@
 """The training loop: which weights an update changes, its rollouts, the warm start."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -98,21 +98,6 @@ def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_fo
     assert metrics["gap/logprob_max"] < 1e-4  # and yet the old log-probs are the sampler's
 
 
-def a_run(**given):
-    """As much of a run as collecting and the warm start need."""
-
-    @contextmanager
-    def phase(*args, **options):
-        yield SimpleNamespace(tick_and=lambda check: check, advance=lambda text: None)
-
-    return SimpleNamespace(
-        display=SimpleNamespace(phase=phase),
-        interrupt=SimpleNamespace(check=lambda: None, check_alone=lambda: None),
-        compare_weights=lambda: None,
-        **{"say": lambda line: None} | given,
-    )
-
-
 @pytest.mark.parametrize(
     ("rounds", "asked", "num_kept"),
     [  # the returns of each group, of two rollouts, in each round; how many tasks were drawn
@@ -132,10 +117,11 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
             for task, x in zip(drawn, returns, strict=True)
         ]  # fmt: skip
 
-    said = []
-    run = a_run(
-        progress={"level": 1}, collector=SimpleNamespace(collect=collect),
-        sampler=nullcontext(), say=said.append,
+    said, phase = [], SimpleNamespace(tick_and=lambda check: check)
+    run = SimpleNamespace(
+        progress={"level": 1}, collector=SimpleNamespace(collect=collect), sampler=nullcontext(),
+        say=said.append, display=SimpleNamespace(phase=lambda *_, **options: nullcontext(phase)),
+        interrupt=SimpleNamespace(check_alone=None), compare_weights=lambda: None,
     )  # fmt: skip
     cfg = Config(
         num_prompts=3, group_size=2, filter_groups=2, seed=5, max_tokens=9, train_difficulty=2,

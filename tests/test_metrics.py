@@ -1,7 +1,7 @@
 """Metrics of rollouts, evaluations and gradient steps, against numbers computed by hand."""
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -354,16 +354,13 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
         return [replace(evaluated(t.seed, t.seed, 9, correct, env=t.env), env_failure=lost)
                 for t, (correct, lost) in zip(drawn, ends, strict=True)]  # fmt: skip
 
-    @contextmanager
-    def phase(*args, **options):
-        yield SimpleNamespace(advance=lambda *args, **kwargs: None)
-
+    phase = SimpleNamespace(advance=lambda *args, **options: None)
     cfg = Config(env=("letter_counting",), eval_num_tasks=4, eval_samples=3, max_tokens=9,
                  temperature=0.7, top_p=0.9, top_k=7, seed=5)  # fmt: skip
     evaluator = Evaluator(
         cfg, SimpleNamespace(collect=collect, demonstrate=play_trivial), sampler=nullcontext(),
         run_log=SimpleNamespace(log_rollouts=lambda *args: logged.append(args)),
-        display=SimpleNamespace(phase=phase, say=print),
+        display=SimpleNamespace(phase=lambda *args, **options: nullcontext(phase), say=print),
         interrupt=SimpleNamespace(requested=False),
         progress={},
     )  # fmt: skip

@@ -1,7 +1,5 @@
-"""core/extras/opponents.py: seats by the seed, one batch for each, copies that resume exactly."""
+"""core/extras/opponents.py: seats by the seed, one batch for each; test_train.py resumes a run."""
 
-import json
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load_small, metrics_of
+from conftest import load_small
 from test_episodes import Scripted
 
 import train
@@ -196,40 +194,3 @@ def test_an_older_copy_has_the_newest_weights_although_older_ones_sample(command
     flags += " --num-prompts 1 --max-tokens 6 --max-turns 1 --eval-num-tasks 0 --device cpu"
     assert command(*flags.split())[0] == 0
     assert copied[2:] == [1.0, 2.0]
-
-
-FLAGS = """--env nim:opponent=older:1 --eval-env nim:opponent=older:1 nim:opponent=guess
-    --num-prompts 2 --group-size 2 --eval-num-tasks 6 --eval-every 0 --save-every 1
-    --max-tokens 6 --device cpu --lr 1e-3""".split()
-
-
-@pytest.mark.slow
-def test_a_resumed_run_meets_the_same_older_copies(command, qwen3_folder, tmp_path):
-    class AnyText(Nim):
-        """Any response is a move; its length decides which."""
-
-        def reset(self, seed):
-            super().reset(seed)
-            self.stones = 14
-            return {"first": [self._message()]}
-
-        def step(self, responses):
-            taken = {a: min(self.stones, 1 + len(text) % 9) for a, text in responses.items()}
-            return super().step({a: f"<move>{number}</move>" for a, number in taken.items()})
-
-    registry.ENVIRONMENTS["nim"] = AnyText
-    small = ["--model-id", qwen3_folder, "--max-model-len", 256]
-    assert command(*FLAGS, *small, "--num-updates", 4, "--run-name", "a")[0] == 0
-    whole = metrics_of("runs/a")
-    assert {f"eval/nim:opponent=guess/{seat}/accuracy" for seat in Nim.agents} <= whole[-1].keys()
-    newest = sorted(Path("runs/a/checkpoint").iterdir())[-1]
-    shutil.rmtree(newest)  # back to update 3; the copies 0 to 3 play in the next
-    assert command("--resume", "runs/a")[0] == 0
-    assert metrics_of("runs/a") == whole
-    players = {
-        v["player"]
-        for row in map(json.loads, Path("runs/a/rollouts.jsonl").read_text().splitlines())
-        if row["kind"] == "train"
-        for v in row.get("opponents", {}).values()
-    }
-    assert players <= {f"older:1, update {n}" for n in range(4)} and len(players) > 1

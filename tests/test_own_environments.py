@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import yaml
+from conftest import SMALL
 
 import train
 from core import tasks
@@ -42,8 +43,6 @@ class Maze(Env):
 def small() -> Env:
     return Maze(3)
 """
-SMALL = """--sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2
-    --max-tokens 4 --max-turns 1 --microscope 0 --device cpu""".split()
 
 
 @pytest.fixture(autouse=True)
@@ -299,11 +298,6 @@ class Turns(Env):
 
     def __init__(self, difficulty: int = 1):
         self.difficulty, self.turns, self.shared = difficulty, 0, []
-        self.tools = [self.look]
-
-    def look(self) -> int:
-        """The number of turns."""
-        return self.turns
 
     def reset(self, seed):
         return [{"role": "user", "content": f"{seed} {self.difficulty}"}]

@@ -1,8 +1,8 @@
-"""Reading an action from free text, and the retries after an unreadable one."""
+"""Reading an action from free text; test_environments.py has the retries after others."""
 
 import pytest
 
-from environments.parsing import Retries, integer, one_of, read_action
+from environments.parsing import integer, one_of, read_action
 
 PLAIN = r"move is (\d+)"
 
@@ -26,11 +26,3 @@ def test_one_of_ignores_case_quotes_and_punctuation():
     convert = one_of("Left", "right")
     words = ["left", " 'LEFT'. ", '"right"!', "lefty", "", 3, None]
     assert [convert(word) for word in words] == ["Left", "Left", "right", None, None, None, None]
-
-
-def test_retries_give_two_hints_and_then_end_the_episode():
-    retries = Retries()
-    steps = [retries.refuse("Again.", moves=3) for _ in range(3)]
-    assert [(s.reward, s.done) for s in steps] == [(-0.1, False), (-0.1, False), (-1.0, True)]
-    assert steps[1].message == {"role": "user", "content": "Again."} and steps[2].message is None
-    assert all(s.info == {"correct": False, "invalid": True, "moves": 3} for s in steps)

@@ -15,7 +15,6 @@ from core.sampler import SamplingParams, TorchSampler
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs picorl[quantize]")
 PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
-# weights of the linear layers of one layer of tiny: q and o, k and v, gate, up and down
 
 
 def tiny(folder):

@@ -2,10 +2,9 @@
 
 import os
 import sys
-import time
 
-import psutil
 import pytest
+from conftest import wait_for_the_end_of
 
 from environments.adapters.remote import Remote, RemoteError
 from environments.base import EnvFailure
@@ -18,12 +17,6 @@ print(json.dumps({{"messages": [{{"role": "user", "content": "?"}}]}}), flush=Tr
 sys.stdin.readline(); sys.stdin.readline()
 {misdeed}
 """
-
-
-def wait_for_the_end_of(pid):
-    """Until the process, which nobody may have reaped, has ended."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
 
 
 def test_episode_equals_that_of_the_served_environment():

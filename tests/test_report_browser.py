@@ -49,38 +49,15 @@ def run(tmp_path_factory):
     return write_report(folder, {**CONFIG, "eval_num_tasks": 256}), rows
 
 
-@pytest.fixture(scope="module")
-def tab(browser):
-    """One browser tab, and the requests and error messages of its pages."""
-    page, requests, errors = browser.new_page(), [], []
-    page.on("request", lambda request: requests.append(request.url))
-    page.on("console", lambda message: errors.append(message.text))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    return page, requests, errors
-
-
 @pytest.fixture
-def visit(tab):
-    """Opens a file. Until the test ends, it fetches nothing, reports no error and runs no text."""
-    page, requests, errors = tab
-    requests.clear(), errors.clear()
-    paths = []
-
-    def check():
-        assert errors == [] and requests == [path.as_uri() for path in paths]
-        assert page.evaluate("typeof window.ran") == "undefined"
-
-    def go(path, width=1280, height=900):
-        if paths:
-            check()
-        page.set_viewport_size({"width": width, "height": height})
-        paths.append(path)
-        page.goto(path.as_uri())
-        page.wait_for_selector("html[data-ready]", timeout=10_000)
-        return page
-
-    yield go
-    check()
+def page(tab, run):
+    """The report in a tab; it fetches nothing else."""
+    page, requests, _ = tab
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(run[0].as_uri())
+    page.wait_for_selector("html[data-ready]")
+    yield page
+    assert requests == [run[0].as_uri()]
 
 
 def groups_of(rows, update):
@@ -93,9 +70,8 @@ def choose_update(page, update):
     assert page.locator("#at").inner_text() == f"update {update} of {UPDATES}"
 
 
-def test_groups_are_sorted_filtered_and_searched(run, visit):
-    path, rows = run
-    page = visit(path)
+def test_groups_are_sorted_filtered_and_searched(run, page):
+    _, rows = run
     choose_update(page, 7)
     groups = [[r["return"] for r in group] for group in groups_of(rows, 7)]
     for by, key in (("best", max), ("mean", statistics.fmean), ("std", statistics.stdev)):
@@ -123,9 +99,8 @@ def test_groups_are_sorted_filtered_and_searched(run, visit):
     assert page.locator("#groups article").count() == 50
 
 
-def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, visit):
-    path, rows = run
-    page = visit(path)
+def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, page):
+    _, rows = run
     choose_update(page, 6)
     article = page.locator("#groups article").nth(2)
     article.get_by_role("button", name="rollout 5:").click()

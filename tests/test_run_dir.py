@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from conftest import SMALL
 
 from core.faults import UsageError
 from core.loop import open as run
@@ -20,8 +21,6 @@ from core.run.folder import create_run, lock_run_dir, new_folder
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}
-SMALL = """--run-name a --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2
-    --max-tokens 4 --device cpu""".split()
 
 
 @contextmanager
@@ -115,7 +114,7 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
     template = folder / "chat_template.jinja"
     shown = "{{ strftime_now('%d %B') }}{{ ', brief' if brief else '' }}"
     template.write_text(shown + template.read_text())
-    flags = f"--model-id {folder} --eval-num-tasks 0 --template-options brief=true".split()
+    flags = f"--run-name a --model-id {folder} --template-options brief=true".split()
     for day, started in ((9, [*SMALL, *flags]), (10, ["--resume", "runs/a", "--num-updates", 2])):
         monkeypatch.setattr(run, "date", SimpleNamespace(today=lambda day=day: date(2025, 3, day)))
         code, _, stderr = command(*started)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import load_small, metrics_of
+from conftest import SMALL, load_small, metrics_of
 from single_update import gradients_of_update
 from test_episodes import PARAMS, Scripted, message
 from test_float64_step import draw_rollouts, folder, models, states  # noqa: F401
@@ -174,17 +174,15 @@ class Silent(Capital):
         return Step(None, 0.0, True)
 
 
-SMALL = "--algo sdpo --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 0".split()
-
-
 def test_an_environment_without_feedback_ends_the_run(command, monkeypatch):
     monkeypatch.setitem(registry.ENVIRONMENTS, "silent", Silent)
-    code, _, err = command(*SMALL, "--env", "silent")
+    code, _, err = command(*SMALL, "--algo", "sdpo", "--env", "silent")
     assert code == 2 and "silent never says what would have been right" in err
 
 
 def test_a_run_whose_tokens_top_p_drew(command, tmp_path):
-    code, _, err = command(*SMALL, "--top-p", 0.9, "--num-minibatches", 2, "--run-name", "cut")
+    flags = "--algo sdpo --top-p 0.9 --num-minibatches 2 --max-tokens 64 --run-name cut".split()
+    code, _, err = command(*SMALL, *flags)
     assert code == 0, err
     [record] = [r for r in metrics_of(tmp_path / "runs/cut") if r.get("update") == 1]
     assert 0 < record["sdpo/divergence"] < 10

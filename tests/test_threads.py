@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_env_failures import OneTurn
 from test_episodes import PARAMS, Scripted, message
 
 from core import pool, threads
@@ -35,55 +36,16 @@ def tasks(number):
     return [Task("slow", seed, seed) for seed in range(number)]
 
 
-class Slow(Env):
-    """Two turns. The first step of seed 0 shows that the environment is slow; a second step waits
-    for that of the next seed, so all must be called at the same time, and later ones end first."""
-
-    def reset(self, seed):
-        self.seed, self.left = seed, 2
-        if seed == 0:
-            Slow.ended = [threading.Event() for _ in range(9)]
-            Slow.ended[8].set()
-        return [message(f"task {seed}")]
-
-    def step(self, response):
-        self.left -= 1
-        if self.left:
-            time.sleep(0.02 * (self.seed == 0))
-            return Step(message("on"), float(self.seed), False)
-        assert self.ended[self.seed + 1].wait(120)
-        self.ended[self.seed].set()
-        return Step(None, float(self.seed), True)
-
-
-class Quick(Env):
-    """One turn."""
-
-    def reset(self, seed):
-        return [message(f"task {seed}")]
-
-    def step(self, response):
-        return Step(None, 1.0, True)
-
-
 @pytest.fixture
 def impatient(monkeypatch):
     """One call of over 10 ms makes its kind slow."""
     monkeypatch.setattr(threads, "PATIENCE", 0.0)
 
 
-def test_rollouts_have_the_order_of_the_tasks_whatever_call_ends_first(policy, register, impatient):
-    register(Slow)
-    rollouts = RolloutCollector(policy, 4).collect(tasks(8), Scripted(policy), PARAMS)
-    assert not any(r.error for r in rollouts)
-    assert [r.seed for r in rollouts] == list(range(8))
-    assert [r.episode_return for r in rollouts] == [2.0 * seed for seed in range(8)]
-
-
 def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
     policy, register, impatient
 ):
-    class Fussy(Quick):
+    class Fussy(OneTurn):
         thread_safe, seen = False, set()
 
         def step(self, response):
@@ -99,7 +61,7 @@ def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
 
 
 def test_environments_may_run_asyncio_in_a_notebook(policy, register):
-    class Asks(Quick):
+    class Asks(OneTurn):
         main_thread = True
 
         def step(self, response):
@@ -118,7 +80,7 @@ def test_the_main_thread_calls_an_environment_that_needs_it(policy, register):
     """Ctrl-C is not taken for an error of the environment."""
     seen = []
 
-    class Alarmed(Quick):
+    class Alarmed(OneTurn):
         main_thread = True
 
         def step(self, response):
@@ -136,7 +98,7 @@ def test_the_main_thread_calls_an_environment_that_needs_it(policy, register):
 def test_process_wide_generators_draw_as_if_the_environments_were_alone(
     policy, register, impatient
 ):
-    class Sloppy(Quick):
+    class Sloppy(OneTurn):
         def reset(self, seed):
             random.seed(seed)
             time.sleep(0.02)
@@ -174,6 +136,28 @@ def no_rounds(monkeypatch):
     monkeypatch.setattr(threads, "PATIENCE", 0.0)
     monkeypatch.setattr(pool, "LATE", 0.0)
     monkeypatch.setattr(pool, "ENOUGH", 1)
+
+
+def test_slow_environments_are_called_at_the_same_time(policy, register, no_rounds):
+    together = threading.Barrier(8)
+
+    class Meets(OneTurn):
+        """Two turns: the first one shows that it is slow, the second one waits for all others."""
+
+        def reset(self, seed):
+            self.left = 2
+            return super().reset(seed)
+
+        def step(self, response):
+            self.left -= 1
+            if self.left:
+                return Step(message("on"), 0.0, False)
+            together.wait(60)
+            return super().step(response)
+
+    register(Meets)
+    rollouts = RolloutCollector(policy, 4).collect(tasks(8), Scripted(policy), PARAMS)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 8
 
 
 class Pair(MultiAgentEnv):
@@ -303,7 +287,7 @@ def test_environments_with_tools_which_answer_first_are_stepped_one_by_one(polic
     def look() -> str:
         """Look."""
 
-    class Tools(Quick):
+    class Tools(OneTurn):
         tools = (look,)
 
         def reset(self, seed):

@@ -1,6 +1,5 @@
 """Token traces hold what the update computed for each token."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import torch
 from conftest import metrics_of
 
 from core.report.token_traces import _movement, choose_groups, pieces
+from core.run.log import read_records
 from core.types import Rollout, Turn
 from environments.base import Env, Step
 from environments.plumbing import registry
@@ -30,10 +30,8 @@ class Even(Env):
         return Step(message, float(len(response) % 2 == 0), self.left == 0, fresh=True)
 
 
-def records(run, name):
-    lines = Path(f"runs/{run}/{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    traced = ("time/", "update/moved", "update/direction")  # metrics that need a trace, or a clock
-    return [{k: v for k, v in json.loads(x).items() if not k.startswith(traced)} for x in lines]
+def rollouts(run):
+    return read_records(Path(f"runs/{run}/rollouts.jsonl"))
 
 
 def test_traces_cover_every_token_and_the_step_follows_the_advantages(command, monkeypatch):
@@ -41,10 +39,12 @@ def test_traces_cover_every_token_and_the_step_follows_the_advantages(command, m
     for name, budget in (("traced", 4096), ("plain", 0)):
         flags = ["--env", "even", "--microscope", budget, "--run-name", name]
         assert command(*SHORT, *flags)[0] == 0
-    assert records("traced", "metrics") == records("plain", "metrics") != []
-    assert not any("token_traces" in row for row in records("plain", "rollouts"))
+    traced, plain = (metrics_of(f"runs/{name}")[-1] for name in ("traced", "plain"))
+    assert traced.keys() - plain.keys() == {"update/moved", "update/direction"}
+    assert plain.items() <= traced.items()
+    assert not any("token_traces" in row for row in rollouts("plain"))
     gained = 0.0
-    for row in records("traced", "rollouts"):
+    for row in rollouts("traced"):
         spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert len(row["token_traces"]) == len(spoken) == len(row["rewards"]) == 3
         for trace, text in zip(row["token_traces"], spoken, strict=True):

@@ -25,6 +25,7 @@ from core.run.ahead import Ahead
 from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry
+from environments.template import Nim
 
 SMALL = """--sft-steps 3 --sft-batch-size 2 --num-updates 4 --num-prompts 2 --group-size 4
     --eval-num-tasks 2 --eval-every 2 --save-every 2 --max-tokens 8 --device cpu
@@ -138,10 +139,26 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
 
 
 def test_a_resumed_run_has_all_its_state(command, monkeypatch, pays):
-    """The value head, the reference, the level of the tasks and the older weights that sample."""
+    """The value head, the reference, the level of the tasks, the older weights that sample, and
+    those that are the opponents."""
+
+    class AnyText(Nim):
+        """Any response is a move; its length decides which."""
+
+        def reset(self, seed):
+            opening = super().reset(seed)
+            self.stones = 8
+            return opening
+
+        def step(self, responses):
+            taken = {agent: 1 + len(text) % 3 for agent, text in responses.items()}
+            return super().step({a: f"<move>{number}</move>" for a, number in taken.items()})
+
+    monkeypatch.setitem(registry.ENVIRONMENTS, "nim", AnyText)
     pays(lambda answer, number: float(len(answer)))
-    flags = """--env task --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1
-        --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8 --staleness 1""".split()
+    flags = """--env task nim:opponent=older:1 --sft-steps 0 --algo ppo --num-epochs 2
+        --kl-coef 0.1 --curriculum 0.4 --num-updates 2 --eval-num-tasks 0 --max-tokens 8
+        --staleness 1""".split()
     assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
     with monkeypatch.context() as patch:
         raise_in(patch, "UpdateStats", signal.SIGINT)

@@ -17,7 +17,6 @@ from core.workshop.exercises import EXERCISES
 PICK = "all_logprobs.gather(-1, ids[:, None]).squeeze(-1)"
 MEMBERS = "advantages[members] = centered / (returns[members].std() + 1e-4)"
 CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-K3 = "log_r.exp() - 1 - log_r"
 
 # (words of the true cause or of what is observed, or "right"; then old text, new text, .., or a
 # whole body)
@@ -58,16 +57,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "        ts.append(min(r * a, torch.clip(r, 1 - clip, 1 + clip) * a))\n"
          "    return -sum(ts) / len(ts)\n"),
     ],
-    "kl_k3": [
-        ("right", f"return {K3}", "r = ref_logprobs.exp() / logprobs.exp(); return r-1 - r.log()"),
-    ],
-    "gae": [
-        ("right", "    for t in reversed(range(len(rewards))):\n"
-         "        last = t == len(rewards) - 1\n"
-         "        rewards[t] = rewards[t] - values[t] + (0 if last else gamma * values[t+1] + "
-         "gamma * lam * rewards[t+1])\n"
-         "    return rewards\n"),
-    ],
     "sample": [
         ("a tuple of 2 is asked for", "return ids, " + PICK, "return ids"),
         ("right", "ids = torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(-1)",
@@ -81,10 +70,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          f"    {CLIP}"
          "        return loss\n"
          "    optimizer.step(closure)"),
-    ],
-    "advantages_of_tokens": [
-        ("right", "(rewards * mask).sum(1)",
-         "rewards.masked_fill(~mask, float('nan')).nansum(1)"),
     ],
 }  # fmt: skip
 ALL = {exercise.name: exercise for exercise in EXERCISES}
