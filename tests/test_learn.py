@@ -1,6 +1,7 @@
 """The training loop: which weights an update changes, its rollouts, the warm start."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import train
 from algorithms import ppo
 from core.config import Config
 from core.episodes import RolloutCollector
+from core.faults import UsageError
 from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import MINIBATCHES, SAMPLING, derive_seed
@@ -121,7 +123,7 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
     run = SimpleNamespace(
         progress={"level": 1}, collector=SimpleNamespace(collect=collect), sampler=nullcontext(),
         say=said.append, display=SimpleNamespace(phase=lambda *_, **options: nullcontext(phase)),
-        interrupt=SimpleNamespace(check_alone=None), compare_weights=lambda: None,
+        interrupt=SimpleNamespace(check_alone=None), compare_weights=lambda: None, notes={},
     )  # fmt: skip
     cfg = Config(
         num_prompts=3, group_size=2, filter_groups=2, seed=5, max_tokens=9, train_difficulty=2,
@@ -142,6 +144,10 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
             returns[rollout.group_id].add(rollout.episode_return)
     assert kept == [r for r in sampled if len(returns[r.group_id]) > 1]
     assert len(kept) == num_kept and len(said) == sum(bool(r.error) for r in sampled)
+    calls.clear()
+    run.notes["changed_settings"] = "algo grpo -> gdpo"  # at a resume: as before the first update
+    with pytest.raises(UsageError, match="--algo gdpo: letter_counting:difficulty=3 reports no"):
+        train.collect_rollouts(replace(cfg, algo="gdpo"), run, 4)
 
 
 def nll(policy, rollouts):
