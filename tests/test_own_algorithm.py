@@ -20,8 +20,8 @@ from dataclasses import field
 import numpy as np
 
 
-class Mode(Enum):
-    FAST = 1
+class Mode(str, Enum):
+    FAST = "quick"
 
 
 @dataclass(frozen=True)

@@ -283,12 +283,12 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
 
 def _as_words(value: Any) -> Any:
     """The value of an option as `_from_words` reads it from a file."""
+    if isinstance(value, Enum):  # which may be a text or a number, too
+        return value.name
     if isinstance(value, float) and math.isfinite(value):
         return float(value)  # NumPy's, too
     if value is None or isinstance(value, int | str):
         return value
-    if isinstance(value, Enum):
-        return value.name
     if isinstance(value, dict):
         value = [*itertools.chain(*value.items())]
     return [*map(str, value)] if isinstance(value, list | tuple | set) else str(value)
