@@ -27,8 +27,8 @@ right. A forward pass works on a micro-batch: b sequences of T tokens, prompts i
 is a rollout, or a part of one if the environment changed the context between turns.
 `micro_batches` copies [B, N] to [b, T-1], where column t has the values of token t+1, which the
 model predicts at position t. completion_mask marks the sampled tokens, loss_mask those of them
-that are trained on. A forward pass computes L hidden states of D numbers, one for each distinct
-beginning of a sequence.
+that are trained on. A forward pass computes L hidden states of D numbers: b · T, or fewer where
+tokens with the same beginning share one (core/prefix_sharing.py).
 
 Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share.
 
@@ -89,7 +89,8 @@ def main(cfg: Config) -> int:
     """Runs the warm start and `cfg.num_updates` updates of RL. Returns the exit code."""
     cfg = prepare(cfg)  # all settings, checked
     algorithm = load_algorithm(cfg.algo)  # has compute_advantages and compute_loss
-    algorithm = algorithm.start(cfg) if hasattr(algorithm, "start") else algorithm  # scratch.py's
+    if hasattr(algorithm, "start"):  # the workshop's: an object with the exercises of scratch.py
+        algorithm = algorithm.start(cfg)
     options = cfg.options  # the algorithm's flags, such as --grpo.clip-high
 
     with open_run(cfg, algorithm) as run:  # policy, optimizer, sampler, environments, log
@@ -100,12 +101,12 @@ def main(cfg: Config) -> int:
         reference = load_reference(cfg, run)  # the policy of --kl-coef, or None
         # evaluates before update 1; yields 1, 2, .. up to --num-updates or --max-sampled-tokens
         for update in run.updates():
-            # 1. Sample G rollouts for each of P tasks; the environment rewards each turn.
-            #    `rollouts` are those to train on. With --staleness, an earlier update's weights
-            #    sample; with --overlap, a thread did so while the last update trained
+            # 1. Sample G rollouts for each of P tasks; the environment rewards each turn. `sampled`
+            #    are all, `rollouts` those to train on. With --staleness, an earlier update's
+            #    weights sample; with --overlap, in a thread, while the update before trained
             with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
                 sampled, rollouts = run.take_ahead() or collect_rollouts(cfg, run, update)
-            if cfg.overlap and update < cfg.num_updates:  # in a thread, while this update trains
+            if cfg.overlap and update < cfg.num_updates:  # in a thread, which passes a copy of run
                 run.play_ahead(partial(collect_rollouts, cfg, update=update + 1))
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 
@@ -117,10 +118,10 @@ def main(cfg: Config) -> int:
             if reference is not None:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
-            # 3. Rewards to advantages [B, N]
-            shape_rewards(cfg, batch)  # batch.rewards, with penalties, and batch.loss_mask
+            # 3. Rewards to batch.advantages [B, N], and what else the algorithm keeps
+            shape_rewards(cfg, batch)  # sets batch.rewards, with penalties, turn_ids, loss_mask
             add_advantages(batch, algorithm.compute_advantages(batch, options))
-            if "observations" in config.needs(cfg):  # echo predicts what the environment says
+            if "observations" in config.needs(cfg):  # of --algo echo: the tokens to predict
                 mark_observations(run.policy.tokenizer, batch, run.say if update == 1 else None)
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
@@ -134,7 +135,7 @@ def main(cfg: Config) -> int:
                     batch.loss_mask, options.aggregation, cfg.max_tokens, rows, batch.group_ids
                 )
                 for micro in micro_batches(run.policy, batch, rows):
-                    if hasattr(algorithm, "divergence"):  # of the policy from a teacher: sdpo
+                    if hasattr(algorithm, "divergence"):  # sdpo's teacher, not that of --teacher
                         micro.teacher = make_teacher(cfg, algorithm, run.policy, batch, micro)
                     logprobs, entropy, values = forward(
                         run.policy, micro, cfg.temperature, entropy_grad=cfg.entropy_coef > 0
@@ -146,25 +147,24 @@ def main(cfg: Config) -> int:
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
-                    # adds to the gradients. If the loss has no gradient at these outputs, as for
-                    # rollouts of advantage 0, the backward pass through the model is skipped; so
-                    # these rollouts have micro-batches of their own
+                    # adds to the gradients; leaves the model's backward pass out if the loss has no
+                    # gradient here, as for advantages of 0, which have micro-batches of their own
                     outputs = (logprobs, entropy, values, micro.divergence,
                                micro.observation_logprobs)  # fmt: skip
                     run.optimizer.backward(loss, outputs)
-                    stats.add(micro, loss, entropy, sums | kl_sums)
-                if not take_step(cfg, run, stats, epoch, update):
+                    stats.add(micro, loss, entropy, sums | kl_sums)  # sums: of metrics, over tokens
+                if not take_step(cfg, run, stats, epoch, update):  # beyond --ppo.target-kl
                     break
 
-            # 5. Metrics; what the steps did to each token, for the report. Then the sampler gets
-            #    the new weights: nothing to send if it shares them
+            # 5. Metrics; how far the steps moved the tokens of some groups (--microscope), for the
+            #    report. Then the sampler gets the new weights: nothing to send if it shares them
             if batch.old_logprobs is None:  # the default kept π_old for each micro-batch
                 batch.old_logprobs = stats.old_logprobs  # [B, N], for the metrics and the report
             metrics = rollout_metrics(cfg, sampled) | stats.means()
             metrics |= trace_tokens(
                 run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature
             )
-            run.ahead.wait()  # for the thread of --overlap, whose sampler must not change before
+            run.ahead.wait()  # until the thread of --overlap has sampled: no sync before that
             run.sampler.sync()
 
             # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier
@@ -225,8 +225,8 @@ def load_reference(cfg: Config, run: Run) -> Policy | None:
 def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
     """Samples G rollouts for each of P tasks. Returns all of them, and those to train on.
 
-    Not trained on: rollouts whose environment failed and, with --filter-groups n, groups of equal
-    returns, for which up to n more rounds sample other tasks. --curriculum adapts the level.
+    Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks with equal
+    returns in each group, which up to n more rounds replace. --curriculum adapts the level.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
@@ -263,7 +263,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32.
 
-    Gradients flow through the log-probs and the values, and with `entropy_grad` the entropies.
+    All have gradients, the entropies only with `entropy_grad`. Sets `micro.divergence` for sdpo and
+    `micro.observation_logprobs` for echo.
     """
     # what the last layer, `policy.to_logits`, turns into logits. Tokens with the same beginning may
     # share one hidden state, [L, D]; `micro.nodes` [b, T] says which one belongs to which token
@@ -313,8 +314,7 @@ def regularizers(
     """What --entropy-coef and --kl-coef add to the loss; the sum of the KL for the metrics.
 
     Each token's term has the factors of the policy loss: token weight, importance weight and the
-    policy ratio ρ = π / π_old, since π_old sampled the tokens. ρ is not clipped here, so these
-    terms keep their gradient after many steps, too.
+    policy ratio ρ = π / π_old. ρ is not clipped here: beyond the clip they keep their gradient.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
@@ -349,7 +349,7 @@ def take_step(cfg: Config, run: Run, stats: UpdateStats, epoch: int, update: int
     stats.grad_norm, stepped = run.optimizer.clip_and_step(
         cfg.max_grad_norm,
         finite_loss=math.isfinite(stats.loss),
-        only_value_head=update <= cfg.options.value_warmup,
+        only_value_head=update <= cfg.options.value_warmup,  # 0, unless --ppo.value-warmup
     )
     stats.num_steps += stepped
     return True
@@ -371,7 +371,7 @@ def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
 
 
 def next_level(cfg: Config, run: Run, metrics: dict[str, float]) -> int:
-    """The level of the next update's tasks; with --curriculum it follows their accuracy."""
+    """The level of the next update's tasks; --curriculum adapts it to this update's accuracy."""
     level: int = run.progress["level"]
     if not cfg.curriculum or "reward/correct" not in metrics:
         return level

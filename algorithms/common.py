@@ -27,7 +27,7 @@ class TokenTensors:
     """What is known about each sampled token, for the formulas of an algorithm.
 
     The tensors are [B, N] in the batch of an update and [b, T-1] in a micro-batch of it; float32
-    unless stated otherwise. A micro-batch has 0 (False) off its `completion_mask`.
+    unless stated otherwise. Off its `completion_mask`, a micro-batch has 0 (False) in these fields.
     """
 
     completion_mask: Tensor  # bool: True for sampled tokens, False for padding and prompts
@@ -60,7 +60,7 @@ class Batch(TokenTensors):
     """The sampled tokens of an update, for `compute_advantages`."""
 
     gamma: float = 1.0  # discount factor per turn
-    # [B, J] float64: J rewards of an episode that the environment reports one by one, NaN where it
+    # [B, M] float64: M rewards of an episode that the environment reports one by one, NaN where it
     # has none
     reward_parts: Tensor = NOT_YET
     reward_weights: Tensor = NOT_YET  # their weights
@@ -81,7 +81,7 @@ class Micro(TokenTensors):
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
     """Discounted return from each turn on, R_k = r_k + γ R_{k+1}, and which turns exist.
 
-    Returns [B, K] float64, which rounds by far less than ROUNDING (`minus` takes that for 0), and
+    Returns [B, K] float64 whose rounding is far below the ROUNDING that `minus` takes for 0, and
     [B, K] bool. With --credit episode there is one turn (K = 1), and R is the sum of the rewards.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
@@ -134,7 +134,7 @@ def token_weights(
 ) -> Tensor:
     """Weight of each token's term in the loss of one step; the loss is the weighted sum.
 
-        token       1 / all tokens: every token counts the same     as DAPO, arXiv:2503.14476
+        token       1 / all tokens: every token counts the same     DAPO in verl and TRL (grpo.py)
         sequence    1 / (S · tokens of its rollout)                  GRPO, arXiv:2402.03300
         prompt      1 / (groups · tokens of its group in the step)   ScaleRL, arXiv:2510.13786
         constant    1 / (S · max_tokens)                             Dr. GRPO, arXiv:2503.20783

@@ -21,9 +21,9 @@ default is dapo: every token counts the same, whatever the length of its rollout
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
     max_rl     as dapo, but divides by the mean of the group            arXiv:2602.02710
 
-max_rl is for returns of 0 and 1. With many samples, and p the probability of 1, no division gives
-the gradient of p, the std that of 2 arcsin √p, which is ∇p / √(p(1-p)), and max_rl that of log p,
-∇p / p: the rarer a success, the more it counts. G samples give it up to a factor:
+max_rl is for returns of 0 and 1. With many samples, and p the probability of 1, the expected
+gradient is ∇p without a division, ∇p / √(p(1-p)) = ∇(2 arcsin √p) with the std, and
+∇p / p = ∇ log p with max_rl: the rarer a success, the more it counts. G samples shrink the last:
 
     E[Σ_i A_i ∇ log π(rollout i)] / G = (1 - (1-p)^(G-1)) ∇ log p
 
@@ -49,7 +49,7 @@ from algorithms import common
 from algorithms.common import Batch, Micro
 from algorithms.options import Aggregation, LoopOptions, Range, Scale
 
-EPS = 1e-4  # added to a standard deviation: a group with equal returns has advantages 0, not 0/0
+EPS = 1e-4  # keeps a divisor above 0: a group with equal returns has advantages 0, not 0/0
 LOSS_TYPES: dict[str, dict[str, Any]] = {
     "grpo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.2,
              "aggregation": "sequence"},
@@ -66,7 +66,7 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options(LoopOptions):
-    """Options of GRPO; None: the value that the loss type sets."""
+    """Options of GRPO; None: the value of the loss type. `Any` below: variants have their own."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "max_rl"] = "dapo"
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
@@ -86,7 +86,7 @@ class Options(LoopOptions):
 
 
 def needs(options: Any) -> set[str]:
-    """What this needs of the settings, in the words of core/algorithm.py."""
+    """What this needs of the settings (core/algorithm.py); if it divides, no --kl-in reward."""
     return {"groups"} if options.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
 
 

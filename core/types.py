@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from environments.base import Message
 
-Kept = list[int] | bytes  # token ids; or one bit for each id of the vocabulary, id 0 first
+Kept = list[int] | bytes  # token ids; or one bit for each id of the vocabulary, lowest bit first
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
 
 
@@ -61,7 +61,7 @@ class Rollout:
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
     env_failure: bool = False  # it raised EnvFailure; such a rollout is not evaluated either
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
-    tools: list[str] = field(default_factory=list)  # names of those that it might call; for the log
+    tools: list[str] = field(default_factory=list)  # names of all that are offered; for the log
     # of each agent that the policy does not play: its "player" and "messages"; for the log
     opponents: dict[str, dict[str, Any]] = field(default_factory=dict)
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of

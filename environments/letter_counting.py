@@ -13,12 +13,12 @@ Observation: one user message, for example
 
     How many r in "strawberry"? Work it out, then end with <answer>number</answer>.
 
-Reward of the one response. The answer is an integer, or for any number of letters a JSON object:
+Reward of the one response. The answer is a JSON object, or, if one letter is asked, an integer:
 
     0                           not exactly one <answer>..</answer> with such an answer
     0.1                         well-formed, but wrong
-    0.1 + 0.9 · fraction        several letters: the fraction of exact counts; an extra letter makes
-                                at least one count as wrong
+    0.1 + 0.9 · fraction        several letters: the fraction of exact counts; less than 1 if there
+                                is a letter that was not asked for
     1.0                         all counts are exact; only then `info["correct"]` is True
 
 >>> env = LetterCounting(difficulty=1)
