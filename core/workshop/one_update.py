@@ -3,25 +3,25 @@
     python -m core.workshop.one_update
 
 The model samples eight answers to each of two questions, and the environment rewards them: a right
-answer earns 1, a wrong one in the right format 0.1, anything else 0. Only the number counts, not
-the spelling. The model was pretrained on two ways to answer: guess at once, which is right once in
-four, or spell the word and count, which is right nearly always. One gradient step makes the tokens
-of the better answers more likely, and those of the worse ones less likely, on the whole. The
-default run does this 25 times, with sixteen questions each time.
+answer earns 1, a wrong one in the right format 0.1, anything else 0. The model was pretrained on
+two ways to answer: guess at once, which is right once in four, or spell the word and count, which
+is right nearly always. A misspelt word costs nothing: only the number counts. One gradient step
+makes the tokens of the better answers more likely, on the whole, and those of the worse ones less.
+The default run does this 25 times, with sixteen questions each time.
 
 Imported: `load_policy` loads the model and its tokenizer, `prompt_ids` writes messages as token
 ids, with the chat template's special tokens, and `LetterCounting` asks (`reset`) and rewards
-(`step`).
+(`step`). Shapes: P questions, B = P·G answers, T tokens each with the prompt, V in the vocabulary.
 
 train.py also has:
 
-- episodes of several turns, whose rollouts may be several sequences (core/episodes.py, batching.py)
+- episodes of several turns (core/episodes.py), sometimes of several texts each (core/batching.py)
 - a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
 - micro-batches, which bound the memory; the common beginning of texts is computed once
 - importance weights, as sampler and trainer give slightly different log-probs
   (algorithms/off_policy.py)
 - several gradient steps per update; then the ratio leaves 1, and the clip acts (algorithms/grpo.py)
-- penalties for leaving a reference (KL), a bonus for entropy, and PPO's values (algorithms/ppo.py)
+- a penalty for leaving a reference (KL), a bonus for variety (entropy), PPO's values (ppo.py)
 - several processes, evaluation, logging, checkpoints
 """
 
@@ -59,7 +59,7 @@ def sample(policy: Policy, prompt: list[int]) -> list[list[int]]:
     ended = torch.zeros(G, dtype=torch.bool)  # [G]
     while not ended.all() and ids.shape[1] < len(prompt) + MAX_TOKENS:
         logits = policy.model(ids).logits[:, -1]  # [G, V], a score for every possible next token
-        token = torch.multinomial(logits.softmax(-1), num_samples=1)  # [G, 1]
+        token = torch.multinomial(logits.softmax(-1), num_samples=1)  # [G, 1], by chance
         ids = torch.cat([ids, token], dim=1)
         ended |= token[:, 0] == policy.end_of_turn_id
     answers = ids[:, len(prompt) :].tolist()
@@ -70,7 +70,7 @@ def sample(policy: Policy, prompt: list[int]) -> list[list[int]]:
 def token_logprobs(policy: Policy, ids: Tensor) -> Tensor:
     """The log of the probability that the model gives to each next token; [B, T] -> [B, T-1]."""
     logprobs = policy.model(ids).logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
-    # at position t, pick the log-prob of the token that came next, token t+1
+    # gather picks, at each t, the log-prob of token t+1; None adds its last axis, squeeze drops it
     return logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
@@ -79,12 +79,12 @@ def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tenso
 
     It is a mean over all sampled tokens, so that each counts the same, in long answers and short
     (as in DAPO, a variant of GRPO). The ratio is the probability of a token now, divided by that
-    when it was sampled. Here it is 1, but its gradient is that of the log-prob: with `logprobs` in
-    the place of `ratio` this file would take the same step. train.py may take several steps with
-    the same answers; from the second on the ratio is not 1 any more, and corrects for the change of
-    this token's probability, though not of those before it. The gradient pushes a token up where
-    its answer has a positive advantage, and down where it is negative. All answers share the
-    weights, so the sum of all pushes decides.
+    when it was sampled. Its value here is 1, its gradient that of the log-prob: with `logprobs` in
+    the place of `ratio` this file would take the same step. The ratio is for train.py, which may
+    take several steps with the same answers: from the second on it is not 1, and corrects for the
+    change of a token's own probability, not for those before it. The gradient pushes a token
+    up where its answer has a positive advantage, and down where it is negative. All answers share
+    the weights, so the sum of all pushes decides.
     """
     ratio = (logprobs - logprobs.detach()).exp()  # detach: the same numbers, as constants
     return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()  # M of policy_gradient.md
@@ -118,7 +118,7 @@ def main(policy: Policy) -> None:
     advantages = ((returns - mean) / (std + 1e-4)).flatten()  # [B]; 1e-4: no division by 0
 
     # 4. The loss, its gradient, and a step. AdamW's first step moves almost every weight by about
-    #    lr, whatever the size of the gradient, so that clipping it matters from the second step on
+    #    lr, however long the gradient is: limiting its length only matters from the second step on
     logprobs = token_logprobs(policy, ids)  # [B, T-1]
     compute_loss(logprobs, advantages, sampled).backward()  # gives every weight its gradient
     torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # to length 1, if longer
