@@ -6,8 +6,8 @@
 
 A task is an environment and a seed. A rollout is one agent's episode of a task: one or more turns,
 each a prompt and the completion that the policy (the model in training) sampled; its return is the
-sum of its rewards. The G rollouts of a task (--group-size) are a group; in a game, each agent's
-are one. Each update samples the groups of P tasks (--num-prompts). It turns their rewards
+sum of its rewards. The G rollouts of a task (--group-size) are a group; in a game, each agent has
+one of its own. Each update samples the groups of P tasks (--num-prompts). It turns their rewards
 into advantages (how much better than expected a rollout did). Then it takes gradient steps, by
 default one.
 
@@ -27,8 +27,8 @@ right. A forward pass works on a micro-batch: b sequences of T tokens, prompts i
 is a rollout, or a part of one if the environment changed the context between turns.
 `micro_batches` copies [B, N] to [b, T-1], where column t has the values of token t+1, which the
 model predicts at position t. completion_mask marks the sampled tokens, loss_mask those of them
-that are trained on. A forward pass computes L hidden states of D numbers: b · T, or fewer where
-tokens with the same beginning share one (core/prefix_sharing.py).
+that are trained on. A forward pass computes hidden states, [L, D]: one for each of the b · T
+tokens, or fewer where sequences that begin alike share them (core/prefix_sharing.py).
 
 Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share.
 
@@ -106,7 +106,7 @@ def main(cfg: Config) -> int:
             #    weights sample; with --overlap, in a thread, while the update before trained
             with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
                 sampled, rollouts = run.take_ahead() or collect_rollouts(cfg, run, update)
-            if cfg.overlap and update < cfg.num_updates:  # in a thread, which passes a copy of run
+            if cfg.overlap and update < cfg.num_updates:  # play_ahead adds the last argument, run
                 run.play_ahead(partial(collect_rollouts, cfg, update=update + 1))
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 
@@ -118,8 +118,8 @@ def main(cfg: Config) -> int:
             if reference is not None:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
-            # 3. Rewards to batch.advantages [B, N], and what else the algorithm keeps
-            shape_rewards(cfg, batch)  # sets batch.rewards, with penalties, turn_ids, loss_mask
+            # 3. Rewards to batch.advantages [B, N], and what else compute_loss needs
+            shape_rewards(cfg, batch)  # sets rewards (penalized, discounted), turn_ids, loss_mask
             add_advantages(batch, algorithm.compute_advantages(batch, options))
             if "observations" in config.needs(cfg):  # of --algo echo: the tokens to predict
                 mark_observations(run.policy.tokenizer, batch, run.say if update == 1 else None)
@@ -147,8 +147,8 @@ def main(cfg: Config) -> int:
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
-                    # adds to the gradients; leaves the model's backward pass out if the loss has no
-                    # gradient here, as for advantages of 0, which have micro-batches of their own
+                    # adds to the gradients; skips the model's backward pass if the gradient at
+                    # `outputs` is 0, as for advantages of 0, which have micro-batches of their own
                     outputs = (logprobs, entropy, values, micro.divergence,
                                micro.observation_logprobs)  # fmt: skip
                     run.optimizer.backward(loss, outputs)
@@ -179,7 +179,7 @@ def prepare(cfg: Config) -> Config:
     """
     cfg = config.resolve(cfg)
     config.validate(cfg)
-    rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)
+    rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)  # which rows of data sets are held out
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
     train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if cfg.sft_steps:
@@ -314,7 +314,7 @@ def regularizers(
     """What --entropy-coef and --kl-coef add to the loss; the sum of the KL for the metrics.
 
     Each token's term has the factors of the policy loss: token weight, importance weight and the
-    policy ratio ρ = π / π_old. ρ is not clipped here: beyond the clip they keep their gradient.
+    policy ratio ρ = π / π_old. ρ is not clipped here: these terms have a gradient beyond the clip.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask

@@ -81,8 +81,8 @@ class Micro(TokenTensors):
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
     """Discounted return from each turn on, R_k = r_k + γ R_{k+1}, and which turns exist.
 
-    Returns [B, K] float64 whose rounding is far below the ROUNDING that `minus` takes for 0, and
-    [B, K] bool. With --credit episode there is one turn (K = 1), and R is the sum of the rewards.
+    Returns [B, K] float64, so that sums round far below ROUNDING (see `minus`), and [B, K] bool.
+    With --credit episode K = 1, and R is the sum of the rewards, which shape_rewards discounted.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
     >>> mask = turn_ids >= 0
@@ -139,11 +139,11 @@ def token_weights(
         prompt      1 / (groups · tokens of its group in the step)   ScaleRL, arXiv:2510.13786
         constant    1 / (S · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
-    S is the number of rollouts in the step, groups that of their groups. With `sequence`, which
-    here means the whole rollout, each token of a long rollout weighs less, so a long wrong answer
-    is pushed down less per token. With `constant` the weight does not depend on the rollout's
-    length; `max_tokens` is the limit of one completion, so a rollout of several turns can weigh
-    more than 1/S. Rollouts and groups without a token in the mask are counted, too.
+    S is the number of rollouts in the step, `groups` that of the groups they are from. With
+    `sequence`, which here means the whole rollout, each token of a long rollout weighs less, so a
+    long wrong answer is pushed down less per token. With `constant` the weight does not depend on
+    the rollout's length; `max_tokens` is the limit of one completion, so a rollout of several turns
+    can weigh more than 1/S. Rollouts and groups without a token in the mask are counted, too.
 
     `loss_mask` [B, N] bool; `rows`: the S rollouts of this step (None: all B); `group_ids` [B]
     (None: each rollout is a group). Returns [B, N] of the default dtype, 0 in other rows.

@@ -33,8 +33,8 @@ Differences from the papers: there is no KL term unless --kl-coef is set; then i
 (--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ
 (kl.py). `token` weights are taken over all groups of a step, as verl and TRL do;
 DAPO's equation has them within each group, which is `prompt`. Its dynamic sampling, overlong
-penalty and overlong filtering are flags of all algorithms: --filter-groups, --overlong-buffer and
---mask-truncated-completions.
+penalty and overlong filtering are flags of the loop: --filter-groups, --overlong-buffer (not with
+gdpo) and --mask-truncated-completions.
 
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """
@@ -66,7 +66,7 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Options(LoopOptions):
-    """Options of GRPO; None: the value of the loss type. `Any` below: variants have their own."""
+    """Options of GRPO; None: the value of the loss type."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "max_rl"] = "dapo"
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
@@ -85,7 +85,7 @@ class Options(LoopOptions):
     """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
 
-def needs(options: Any) -> set[str]:
+def needs(options: Any) -> set[str]:  # Any: variants/ have Options of their own
     """What this needs of the settings (core/algorithm.py); if it divides, no --kl-in reward."""
     return {"groups"} if options.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
 
@@ -104,8 +104,8 @@ def resolve(options: Any) -> Any:
 def compute_advantages(batch: Batch, options: Any) -> Tensor:
     """[B, N]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
-    Turn k is compared with turn k of all rollouts of the group, also of those outside the
-    loss. With --credit episode, the default, a rollout counts as one turn.
+    Turn k is compared with turn k of all rollouts of the group, also of those that a flag keeps
+    out of the loss. With --credit episode, the default, a rollout counts as one turn.
 
     >>> mask, turn_ids = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64)
     >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
@@ -137,7 +137,7 @@ def compute_advantages(batch: Batch, options: Any) -> Tensor:
 def compute_loss(
     logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
 ) -> tuple[Tensor, dict[str, float]]:
-    """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch.
+    """-Σ token_weights · w · min(ρ A, clip(ρ) A) over the sampled tokens of a micro-batch.
 
     `logprobs` [b, T-1] are those of the policy now; only they have gradients. w are the
     importance weights between sampler and trainer (off_policy.py). `values` are PPO's. Returns the

@@ -61,7 +61,7 @@ class Rollout:
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
     env_failure: bool = False  # it raised EnvFailure; such a rollout is not evaluated either
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
-    tools: list[str] = field(default_factory=list)  # names of all that are offered; for the log
+    tools: list[str] = field(default_factory=list)  # names of the tools on offer; for the log
     # of each agent that the policy does not play: its "player" and "messages"; for the log
     opponents: dict[str, dict[str, Any]] = field(default_factory=dict)
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
@@ -75,7 +75,7 @@ class Rollout:
 
     @property
     def reward_parts(self) -> dict[str, tuple[float, float]]:
-        """The numbers info["reward_<name>"] by name, each with its weight, info["weight_<name>"].
+        """For --algo gdpo: (info["reward_<name>"], its weight info["weight_<name>"]) by name.
 
         >>> info = {"reward_right": True, "reward_brief": 0.5, "weight_brief": 0.1}
         >>> Rollout("e", "player", 0, 0, info=info).reward_parts

@@ -11,7 +11,7 @@ The default run does this 25 times, with sixteen questions each time.
 
 Imported: `load_policy` loads the model and its tokenizer, `prompt_ids` writes messages as token
 ids, with the chat template's special tokens, and `LetterCounting` asks (`reset`) and rewards
-(`step`). Shapes: P questions, B = P·G answers, T tokens each with the prompt, V in the vocabulary.
+(`step`). Shapes: P questions, B = P·G answers, T tokens of prompt and answer, V possible tokens.
 
 train.py also has:
 
@@ -82,7 +82,7 @@ def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tenso
     when it was sampled. Its value here is 1, its gradient that of the log-prob: with `logprobs` in
     the place of `ratio` this file would take the same step. The ratio is for train.py, which may
     take several steps with the same answers: from the second on it is not 1, and corrects for the
-    change of a token's own probability, not for those before it. The gradient pushes a token
+    change of a token's own probability, not for those of the other tokens. The step pushes a token
     up where its answer has a positive advantage, and down where it is negative. All answers share
     the weights, so the sum of all pushes decides.
     """
@@ -111,8 +111,8 @@ def main(policy: Policy) -> None:
     ids = pad_sequence(rows, batch_first=True)
     sampled = pad_sequence(masks, batch_first=True)[:, 1:]  # [B, T-1]: nothing predicts token 0
 
-    # 3. The advantage: how much better than the other answers to the same question. If all are
-    #    equally good, all advantages are 0, and this question teaches nothing
+    # 3. The advantage: how far above the mean of its question's answers, in standard deviations. If
+    #    all are equally good, all advantages are 0, and this question teaches nothing
     returns = torch.tensor(rewards).view(len(SEEDS), G)  # [P, G]
     mean, std = returns.mean(1, keepdim=True), returns.std(1, keepdim=True)  # [P, 1]
     advantages = ((returns - mean) / (std + 1e-4)).flatten()  # [B]; 1e-4: no division by 0
