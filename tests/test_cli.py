@@ -122,6 +122,8 @@ def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
         resume("--resume runs/a/checkpoint/000000-000002")
     with pytest.raises(UsageError, match="not both"):
         resume("--resume runs/a --config runs/a/config.yaml")
+    with pytest.raises(UsageError, match="--run-name b: a resumed run keeps its folder"):
+        resume("--resume a --run-name b")
 
 
 def test_a_config_is_also_the_folder_or_the_name_of_a_run(resume):

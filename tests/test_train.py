@@ -135,6 +135,7 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
     weights.write_bytes(weights.read_bytes()[:-1])
     code, out, _ = command("--resume", "runs/cut")
     assert code == 0 and f"{newest} is damaged" in out
+    assert "4 updates are done: a higher --num-updates" in command("--resume", "runs/cut")[1]
     assert metrics_of("runs/cut") == metrics_of(whole_run)
 
 

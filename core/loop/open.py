@@ -169,6 +169,8 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         sampler.say = interrupt.say = display.say
         lines = [*found.remarks, notes.get("damaged_log", ""), changed]
         lines.append(notes.get("changed_code", ""))
+        if not new and 0 < cfg.num_updates <= progress["update"]:
+            lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
         lines += [policy.remark, sampler.remark]
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *getattr(algorithm, "remarks", ())]

@@ -51,6 +51,8 @@ def parse(args: list[str]) -> Config:
     flags = _check_words(args)
     if flags.config and flags.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
+    if flags.resume and flags.run_name not in ("", Path(flags.resume).name):
+        raise UsageError(f"--run-name {flags.run_name}: a resumed run keeps its folder; remove it")
     is_restart = "TORCHELASTIC_RUN_ID" in os.environ
     if flags.run_name and not flags.resume and not is_restart:
         new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
