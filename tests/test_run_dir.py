@@ -42,9 +42,18 @@ def test_a_usage_error_removes_a_new_folder_without_records(tmp_path):
         raise UsageError("9 of 12 episodes failed")
     assert (run / "metrics.jsonl").exists()
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(UsageError), opened(run, new=False):
-        raise UsageError("no intact checkpoint")
-    assert (run / "config.yaml").exists()
+
+
+def test_a_refused_resume_leaves_the_settings_as_they_were(tmp_path):
+    run = tmp_path / "a"
+    with opened(run):
+        (run / "metrics.jsonl").write_text("{}\n{}\n")
+    for records, algo in (("{}\n", "grpo"), ("{}\n{}\n{}\n", "ppo")):
+        with pytest.raises(UsageError), opened(run, new=False):
+            (run / "config.yaml").write_text("algo: ppo\n")
+            (run / "metrics.jsonl").write_text(records)
+            raise UsageError("no reference")
+        assert yaml.safe_load((run / "config.yaml").read_text()) == {"algo": algo}
 
 
 def test_a_run_has_the_name_of_its_flag_or_the_next_number(tmp_path):

@@ -1,7 +1,8 @@
 """A run's folder: its config.yaml, and its lock.
 
 A new folder is complete, with its config.yaml, as soon as it exists: it is written under another
-name and then renamed. It is removed again if invalid input ends the run before its first record.
+name and then renamed. If invalid input ends a run before its first record, a new folder is removed
+again, and a resumed run has its config.yaml of before.
 """
 
 import dataclasses
@@ -202,18 +203,23 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
     """Holds the lock of the folder `run`, which has `settings`.
 
     Raises UsageError if another process holds the lock; CannotWrite if the disk is full or
-    read-only. If a UsageError ends a `new` run before its first record, removes the folder.
+    read-only. If a UsageError ends the run before its next record, removes the folder of a `new`
+    one, and restores the config.yaml of another.
     """
-    unused = False
+    metrics, unused = run / "metrics.jsonl", False
     try:
         with _locked(run):
             for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
                 remove(left)
+            before, size = (run / "config.yaml").read_bytes(), _size(metrics)
             try:
                 yield
             except UsageError:
-                metrics = run / "metrics.jsonl"  # empty from when the run opens it
-                unused = new and not (metrics.exists() and metrics.stat().st_size)
+                no_record = _size(metrics) <= size  # less, where a resume has dropped records
+                unused = new and no_record
+                if no_record and not new:
+                    with published(run / "config.yaml") as part:
+                        part.write_bytes(before)
                 raise
     except OSError as error:
         if error.errno not in DISK_ERRORS:
@@ -226,6 +232,10 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
             shutil.rmtree(run, ignore_errors=True)
             with suppress(OSError):  # runs/ contains other runs
                 run.parent.rmdir()
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def write_config(run: Path, settings: dict[str, Any]) -> None:
