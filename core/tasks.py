@@ -57,12 +57,16 @@ def train_tasks(
 def demo_tasks(
     envs: list[EnvSpec], seed: int, step: int, batch_size: int, hasty: float
 ) -> list[Task]:
-    """The demonstrations of a warm-start step; each is a hasty guess with probability `hasty`."""
+    """The demonstrations of a warm-start step; each is a hasty guess with probability `hasty`.
+
+    Environments take turns.
+    """
     rng = random.Random(derive_seed(seed, DEMONSTRATIONS, step))
     return [
-        Task(envs[i % len(envs)], rng.choice(DEMO_SEEDS), i, hasty=rng.random() < hasty)
+        Task(envs[(step * batch_size + i) % len(envs)], rng.choice(DEMO_SEEDS), i,
+             hasty=rng.random() < hasty)
         for i in range(batch_size)
-    ]
+    ]  # fmt: skip
 
 
 def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:

@@ -17,6 +17,8 @@ ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:diff
 def test_environments_take_turns_also_across_updates():
     envs = [t.env for u in (1, 2, 3) for t in train_tasks(ENVS, 0, u, 4, 1)]
     assert [envs.count(env) for env in ENVS] == [4, 4, 4]
+    envs = [t.env for step in range(3) for t in demo_tasks(ENVS, 0, step, 2, 0.5)]
+    assert [envs.count(env) for env in ENVS] == [2, 2, 2]
 
 
 def test_seed_update_and_attempt_decide_the_tasks():
