@@ -13,7 +13,7 @@ from environments.plumbing.registry import make
 
 pytestmark = needs("envs", "reasoning_gym")
 
-DATASETS = "chain_sum simple_integration n_queens".split()
+DATASETS = "chain_sum simple_integration n_queens list_functions".split()
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -36,15 +36,20 @@ def test_options_of_the_dataset_are_passed_on():
         assert "\n" not in str(error.value)
 
 
-def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged():
-    env = ReasoningGym("n_queens")
-    random.seed(5), np.random.seed(5)
-    first = env.reset(1_999_999_999), env.demonstrate(), env.demonstrate(hasty=True)
-    env.step(env.demonstrate(hasty=True))
+@pytest.mark.parametrize("name", ["n_queens", "list_functions"])  # one draws from `random`
+def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged(name):
+    env = ReasoningGym(name)
+
+    def play(seed):
+        question, guess = env.reset(seed), env.demonstrate(hasty=True)
+        return question, env.demonstrate(), guess, env.step(guess)
+
+    random.seed(1), np.random.seed(1)
+    first, other = play(0), play(1_999_999_999)
     drawn = random.random(), np.random.random()
-    assert env.reset(3) != first[0]
-    assert (env.reset(1_999_999_999), env.demonstrate(), env.demonstrate(hasty=True)) == first
-    random.seed(5), np.random.seed(5)
+    random.seed(2)
+    assert first[0] != other[0] and (play(0), play(1_999_999_999)) == (first, other)
+    random.seed(1), np.random.seed(1)
     assert drawn == (random.random(), np.random.random())
 
 

@@ -22,6 +22,7 @@ Some datasets iterate over sets of texts. They repeat their questions only under
 
 import json
 import os
+import random
 import re
 from typing import Any
 
@@ -71,8 +72,9 @@ class ReasoningGym(Env):
 
     def reset(self, seed: int) -> list[Message]:
         with preserve_global_generators():  # some datasets seed them
+            random.seed(seed)  # list_functions draws from it
             self.dataset: Any = self.create(self.name, size=2, seed=seed, **self.options)
-            self.entry: dict[str, Any] = self.dataset[0]
+            self.entry, self.other = self.dataset[0], self.dataset[1]
         return [user(f"{self.entry['question']} End with <answer>..</answer>.")]
 
     def step(self, response: str) -> Step:
@@ -88,8 +90,7 @@ class ReasoningGym(Env):
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """Returns the dataset's answer, None without one; `hasty`: another question's answer."""
-        with preserve_global_generators():
-            answer = self.dataset[1 if hasty else 0]["answer"]
+        answer = (self.other if hasty else self.entry)["answer"]
         return None if answer is None else f"<answer>{answer}</answer>"
 
 
