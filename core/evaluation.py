@@ -9,88 +9,54 @@ import itertools
 import json
 import statistics
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 from core import metrics
-from core.config import Config
 from core.metrics import Tasks
 from core.pool import is_program
 from core.results import accuracy_of
-from core.sampler import SamplingParams
-from core.seeds import EVALUATION, derive_seed
 from core.selection import num_episodes
-from core.tasks import Task, eval_tasks, held_out_envs
+from core.tasks import Task
 from core.types import Rollout
 from environments.base import PLAYER, Env
 from environments.plumbing.registry import EnvSpec, make
 
 
-def held_out_tasks(cfg: Config) -> list[Task]:
-    """The tasks of every evaluation of a run."""
-    envs = held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
-    return eval_tasks(envs, cfg.eval_num_tasks)
-
-
 def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Accuracy, return and length by environment, from one greedy rollout of each task."""
-    failed: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        if rollout.error:
-            failed[rollout.env].append(rollout)
     counted = played(rollouts)
     found = metrics.eval_metrics(counted, metrics.distinct_tasks(counted))
-    return found | {f"eval/{env}/failed": num_episodes(own) for env, own in failed.items()}
+    failed = [rollout for rollout in rollouts if rollout.error]
+    for env in dict.fromkeys(rollout.env for rollout in failed):
+        found[f"eval/{env}/failed"] = num_episodes([r for r in failed if r.env == env])
+    return found
 
 
-def accuracy_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:
-    """The accuracy of each environment, and with several agents of each agent, as text."""
-    seats = metrics.by_seat(played(rollouts))
-    return [f"{accuracy_of(seat, found)}  {seat}" for seat in seats]
+def lines_about(
+    counted: list[Rollout], found: dict[str, float], update: int, k: int, is_first: bool
+) -> list[str]:
+    """What the metrics say, as text: of each environment, and with several agents of each agent.
 
-
-def few_tasks_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:
-    """Which evaluations have fewer tasks or openings than episodes, as text."""
-    notes = {
-        seat: metrics.few_tasks(seat, found, len({rollout.seed for rollout in own}))
-        for seat, own in metrics.by_seat(played(rollouts)).items()
-    }
-    return [f"{seat}: {note}" for seat, note in notes.items() if note]
-
-
-def left_out_lines(found: dict[str, float], k: int) -> list[str]:
-    """How many tasks `pass_at_k` left out, as text."""
-    return [
-        f"pass@{k} leaves out {count} tasks of {name.split('/', 1)[1].rpartition('/')[0]}: fewer "
-        f"than {k} of their samples were played"
-        for name, count in found.items()
-        if name.endswith("/pass_at_k_left_out")
-    ]
-
-
-def changed_lines(found: dict[str, float]) -> list[str]:
-    """How many tasks are others than in the first evaluation, as text."""
-    return [
-        f"{name.split('/', 1)[1].rpartition('/')[0]}: {count} tasks begin otherwise than in the "
-        "first evaluation, as after a change of the data: a p-value compares the others alone"
-        for name, count in found.items()
-        if name.endswith("/changed")
-    ]
-
-
-def repeated_tasks(cfg: Config, tasks: list[Task]) -> tuple[list[Task], SamplingParams]:
-    """The tasks of --eval-samples, and how to sample them: the same in every evaluation."""
-    params = SamplingParams(
-        cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, derive_seed(cfg.seed, EVALUATION)
-    )
-    return [task for task in tasks for _ in range(cfg.eval_samples)], params
-
-
-def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str, float]:
-    """pass@1 and pass@k of the samples of `repeated_tasks`."""
-    return metrics.pass_at_k(played(greedy), played(sampled), k)
+    `counted`: the rollouts that were `played`; `k`: --eval-samples.
+    """
+    lines, notes = [], []
+    for seat, own in metrics.by_seat(counted).items():
+        of = {name.removeprefix(f"eval/{seat}/"): value for name, value in found.items()}
+        lines.append(f"held-out accuracy at update {update}: {accuracy_of(seat, found)}  {seat}")
+        episodes = len({rollout.seed for rollout in own})
+        if is_first and min(of["tasks"], of["openings"]) < episodes:
+            notes.append(f"{seat}: {episodes} episodes of {of['tasks']} different tasks, with "
+                         f"{of['openings']} different openings")  # fmt: skip
+        if "pass_at_k_left_out" in of:
+            notes.append(f"pass@{k} leaves out {of['pass_at_k_left_out']} tasks of {seat}: fewer "
+                         f"than {k} of their samples were played")  # fmt: skip
+        if "changed" in of:
+            notes.append(f"{seat}: {of['changed']} tasks begin otherwise than in the first "
+                         "evaluation, as after a change of the data: a p-value compares the others "
+                         "alone")  # fmt: skip
+    return lines + notes
 
 
 def played(rollouts: list[Rollout]) -> list[Rollout]:
@@ -100,7 +66,7 @@ def played(rollouts: list[Rollout]) -> list[Rollout]:
 
 def comparisons(
     progress: dict[str, Any],
-    rollouts: list[Rollout],
+    counted: list[Rollout],
     tasks: Sequence[Task],
     play_trivial: Callable[[list[Task]], list[Rollout]],
 ) -> dict[str, float]:
@@ -110,7 +76,6 @@ def comparisons(
     the same; it is left out for an environment that has none.
     """
     results: dict[str, float] = {}
-    counted = played(rollouts)
     distinct = metrics.distinct_tasks(counted)
     trivial = progress.setdefault("trivial", {})
     for env in dict.fromkeys(task.env.short for task in tasks):

@@ -286,14 +286,6 @@ def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str
     return metrics
 
 
-def few_tasks(env: str, metrics: dict[str, float], episodes: int) -> str:
-    """A note for evaluations whose episodes share tasks or opening messages; "" for others."""
-    openings, tasks = (int(metrics[f"eval/{env}/{key}"]) for key in ("openings", "tasks"))
-    if min(tasks, openings) >= episodes:
-        return ""
-    return f"{episodes} episodes of {tasks} different tasks, with {openings} different openings"
-
-
 def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
     """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
 

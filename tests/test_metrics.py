@@ -17,7 +17,6 @@ from core.metrics import (
     distinct_tasks,
     eval_metrics,
     explained_variance,
-    few_tasks,
     mcnemar,
     pass_at_k,
     rollout_metrics,
@@ -243,12 +242,16 @@ def test_each_seed_is_a_task_if_it_decides_what_a_wrong_answer_earns():
     assert metrics_of(rollouts)["eval/e/tasks"] == 4
 
 
-def test_an_evaluation_notes_how_few_tasks_its_episodes_have():
-    def note(tasks, openings):
-        return few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4)
+def test_a_first_evaluation_notes_how_few_tasks_its_episodes_have():
+    def notes(openings, differs, is_first=True):
+        """Four episodes, each with a seed; what a right answer earns may differ."""
+        rollouts = [evaluated(s, s % openings, 9, differs and s == 3) for s in range(4)]
+        return evaluation.lines_about(rollouts, metrics_of(rollouts), 0, 0, is_first)[1:]
 
-    assert note(4, 4) == "" and "4 different tasks, with 2 different openings" in note(4, 2)
-    assert "4 episodes of 2 different tasks" in note(2, 2)
+    assert notes(4, differs=False) == notes(2, differs=True, is_first=False) == []
+    for tasks, differs in ((4, True), (2, False)):
+        line = f"e: 4 episodes of {tasks} different tasks, with 2 different openings"
+        assert notes(2, differs) == [line]
 
 
 def test_a_failed_episode_is_a_task_of_its_own_and_wrong():
@@ -262,7 +265,7 @@ def test_each_seat_of_a_game_has_its_own_accuracy_over_games():
     games = [(evaluated(g, g, 9, g < 3, "X"), evaluated(g, g, 9, g == 3, "O")) for g in range(4)]
     rollouts = [rollout for game in games for rollout in game]
     metrics = metrics_of(rollouts)
-    assert not evaluation.few_tasks_lines(rollouts, metrics)  # four games, not eight
+    assert len(evaluation.lines_about(rollouts, metrics, 0, 0, True)) == 3  # four games, not eight
     assert [metrics[f"eval/e{seat}/accuracy"] for seat in ("/X", "/O", "")] == [0.75, 0.25, 0.5]
     assert [metrics[f"eval/e{seat}/tasks"] for seat in ("/X", "/O", "")] == [4, 4, 4]
     assert (metrics["eval/e/X/ci_low"], metrics["eval/e/X/ci_high"]) == wilson(3, 4)
@@ -289,7 +292,7 @@ def test_pass_at_k_leaves_out_tasks_whose_samples_were_lost():
         "eval/e/pass_at_k_left_out": 2,
     }
     lost = [replace(evaluated(s, s, 9, False), env_failure=True) for s in range(4)]
-    assert evaluation.pass_at_k(greedy, samples + lost, 3) == pytest.approx(expected)
+    assert pass_at_k(greedy, evaluation.played(samples + lost), 3) == pytest.approx(expected)
     assert pass_at_k(greedy[3:], samples, 3) == {"eval/e/pass_at_k_left_out": 1}
 
 

@@ -1,6 +1,6 @@
 """Plays the held-out tasks, shows what came out, and logs the first rollouts.
 
-core/evaluation.py chooses the tasks and computes the metrics.
+core/evaluation.py computes the metrics, and says what they mean.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.faults import Stopped
-from core.metrics import by_seat, opening_of
+from core.metrics import by_seat, opening_of, pass_at_k
 from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.log import RunLog
 from core.sampler import Sampler, SamplingParams
+from core.seeds import EVALUATION, derive_seed
 from core.selection import drop_failed
-from core.tasks import Task
+from core.tasks import Task, eval_tasks, held_out_envs
 from core.types import Rollout
 from environments import rewarded
 
@@ -43,42 +44,39 @@ class Evaluator:
         Ctrl-C ends an evaluation of --sampler openai: it logs the episodes that ended, then raises
         Stopped.
         """
-        if self.cfg.eval_num_tasks == 0:
+        cfg, say = self.cfg, self.display.say
+        if cfg.eval_num_tasks == 0:
             return {}
         rewarded.STATE.global_step = update
-        started, on_server = perf_counter(), self.cfg.sampler == "openai"
-        held_out, say = evaluation.held_out_tasks(self.cfg), self.display.say
-        greedy = SamplingParams(self.cfg.max_tokens, temperature=0.0)
+        started, on_server = perf_counter(), cfg.sampler == "openai"
+        envs = held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+        held_out = eval_tasks(envs, cfg.eval_num_tasks)
+        greedy = SamplingParams(cfg.max_tokens, temperature=0.0)
         rollouts = self._play(held_out, greedy)
         stopped = on_server and self.interrupt.requested
         logged = rollouts if on_server else rollouts[:LOGGED_ROLLOUTS]
         self.run_log.log_rollouts("eval", update, logged)
         if not stopped:
             drop_failed(rollouts, say)  # warns; raises if over half failed
-        results = evaluation.accuracy_metrics(rollouts)
+        results, counted = evaluation.accuracy_metrics(rollouts), evaluation.played(rollouts)
         openings = {hash(opening_of(rollout)) for rollout in rollouts}
         known = {*self.progress.setdefault("seen_openings", [])}
         followed = {*self.progress.get("held_out_openings", [])}  # `note_trained` looked for them
         self.progress["held_out_openings"] = sorted(followed | openings)
-        for env, own in by_seat(evaluation.played(rollouts)).items():
+        for env, own in by_seat(counted).items():
             begun = [hash(opening_of(rollout)) for rollout in own]
             if seen := [opening in known for opening in begun if opening in followed]:
                 results[f"eval/{env}/seen"] = sum(seen) / len(seen)
-        if self.cfg.eval_samples and not stopped:
-            repeated = evaluation.repeated_tasks(self.cfg, held_out)
-            sampled = self._play(*repeated)
-            results |= evaluation.pass_at_k(rollouts, sampled, self.cfg.eval_samples)
-            for line in evaluation.left_out_lines(results, self.cfg.eval_samples):
-                say(line)
+        if cfg.eval_samples and not stopped:
+            seed = derive_seed(cfg.seed, EVALUATION)  # the same in every evaluation
+            params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+            sampled = self._play([t for t in held_out for _ in range(cfg.eval_samples)], params)
+            results |= pass_at_k(counted, evaluation.played(sampled), cfg.eval_samples)
         is_first = "first_correct" not in self.progress
         if not stopped:
             play_trivial = partial(self.collector.demonstrate, trivial=True)
-            results |= evaluation.comparisons(self.progress, rollouts, held_out, play_trivial)
-        for line in evaluation.accuracy_lines(rollouts, results):
-            say(f"held-out accuracy at update {update}: {line}")
-        for line in evaluation.few_tasks_lines(rollouts, results) if is_first else []:
-            say(line)
-        for line in evaluation.changed_lines(results):
+            results |= evaluation.comparisons(self.progress, counted, held_out, play_trivial)
+        for line in evaluation.lines_about(counted, results, update, cfg.eval_samples, is_first):
             say(line)
         if stopped:
             self.run_log.log({"update": update, **results})
