@@ -27,12 +27,7 @@ import pytest
 from core.types import Rollout, Turn
 
 collect_ignore = ["openenv_server.py"]  # no doctest is worth the seconds that its import takes
-FAMILIES = {  # supported by both samplers; the names of their classes in transformers
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-}
+FAMILIES = ("Qwen3", "Qwen2", "Llama", "Gemma3")  # supported by both samplers
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
 SMALL = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
@@ -138,35 +133,11 @@ def tab(browser):
 
 def save_small(family, folder, **changes):
     """Saves a model of 2 layers with random weights and biases, and the tokenizer of tiny."""
-    import torch
-    import transformers
+    from runs.families.families import save_model
 
-    from core.tiny import tiny_tokenizer
-
-    tokenizer = tiny_tokenizer()
-    config_class, model_class = (getattr(transformers, name) for name in FAMILIES[family])
-    shape = {
-        "vocab_size": -(-len(tokenizer) // 64) * 64, "hidden_size": 32,
-        "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "max_position_embeddings": 512, "tie_word_embeddings": family == "qwen2",
-        "initializer_range": 0.2, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
-    }  # fmt: skip
-    if family == "qwen2":
-        del shape["head_dim"]
-    if family == "gemma3":  # one layer attends to the last 8 tokens, the other to all
-        layers = ["sliding_attention", "full_attention"]
-        shape |= {"sliding_window": 8, "layer_types": layers, "tie_word_embeddings": True}
-    torch.manual_seed(0)
-    model = model_class(config_class(**{**shape, **changes}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.5)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    shape = {"vocab_size": 704, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
+             "initializer_range": 0.2}  # fmt: skip
+    return save_model(family, folder, **shape | changes)
 
 
 def load_small(folder, **options):
@@ -220,7 +191,7 @@ def small_folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory):
-    return save_small("qwen3", tmp_path_factory.mktemp("qwen3"))
+    return save_small("Qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture

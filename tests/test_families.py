@@ -3,8 +3,7 @@
 Some families scale or cap their logits, have layers without attention, or apply dropout themselves.
 """
 
-import sys
-from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,17 +13,16 @@ from core.faults import UsageError
 from core.loading import load_policy
 from core.policy import Policy
 from core.sampler import SamplingParams, TorchSampler
+from runs.families import families
 
-sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
-import families
-
+IMAGES = "Gemma3 with images"
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 FAMILIES = {  # what each does to its logits, or which layers it has; the settings
     "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
     "Gemma2": {"final_logit_softcapping": 2.0, "sliding_window": 8},
-    "Gemma3": {"text_config": families.SHAPE | {"final_logit_softcapping": 2.0},
-               "vision_config": VISION, "mm_tokens_per_image": 1},
+    IMAGES: {"text_config": families.SHAPE | {"final_logit_softcapping": 2.0},
+             "vision_config": VISION, "mm_tokens_per_image": 1},
     "FalconH1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,
                  "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
@@ -36,17 +34,11 @@ FAMILIES = {  # what each does to its logits, or which layers it has; the settin
 }  # fmt: skip
 
 
-@pytest.fixture
-def save(monkeypatch, tmp_path):
+def save(family, folder):
     """Saves a small model of a family with random weights; returns its folder."""
-
-    def save(family):
-        classes = "Gemma3Config", "Gemma3ForConditionalGeneration"
-        monkeypatch.setitem(families.CLASSES, "Gemma3", classes)
-        monkeypatch.setitem(families.FAMILIES, family, FAMILIES[family])
-        return families.save_model(family, tmp_path)
-
-    return save
+    classes = {IMAGES: ("Gemma3Config", "Gemma3ForConditionalGeneration")}
+    with patch.dict(families.CLASSES, classes):
+        return families.save_model(family, folder, **FAMILIES[family])
 
 
 def prompts_of(policy):
@@ -64,8 +56,8 @@ def trainer_logprobs(policy, token_ids):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_and_trained_log_probs_are_those_of_the_model(family, save):
-    policy = load_small(save(family))
+def test_sampled_and_trained_log_probs_are_those_of_the_model(family, tmp_path):
+    policy = load_small(save(family, tmp_path))
     prompts = prompts_of(policy)
     completions = TorchSampler(policy).sample(prompts, SamplingParams(max_tokens=10, seed=1))
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -78,11 +70,11 @@ def test_sampled_and_trained_log_probs_are_those_of_the_model(family, save):
         assert completion.logprobs == pytest.approx(sampled.squeeze(1).tolist(), abs=1e-4)
 
 
-def test_a_model_whose_log_probs_training_would_change_is_refused(save, monkeypatch):
+def test_a_model_whose_log_probs_training_would_change_is_refused(tmp_path, monkeypatch):
     def without_scaling(self, hidden):
         return self.causal_lm.get_output_embeddings()(hidden).float()
 
     monkeypatch.setattr(Policy, "to_logits", without_scaling)
     with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off") as error:
-        load_policy(str(save("Granite")), device="cpu")
+        load_policy(str(save("Granite", tmp_path)), device="cpu")
     assert len(str(error.value).splitlines()) == 1

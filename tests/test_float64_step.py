@@ -50,7 +50,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_small("qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+    return save_small("Qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

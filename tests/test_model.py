@@ -69,14 +69,14 @@ def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder
 
 
 def test_completions_end_at_the_stop_tokens_of_both_configs(tmp_path):
-    save_small("qwen3", tmp_path, eos_token_id=[1, 7, 9])
+    save_small("Qwen3", tmp_path, eos_token_id=[1, 7, 9])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 8]}))
     policy = load_policy(str(tmp_path), device="cpu")
     assert policy.stop_ids == sorted({1, 7, 8, 9, policy.end_of_turn_id})
 
 
 def test_half_of_a_download_is_refused(tmp_path):
-    folder = save_small("qwen3", tmp_path)
+    folder = save_small("Qwen3", tmp_path)
     weights = load_file(folder / "model.safetensors")
     norm = weights.pop("model.norm.weight")
     for damaged in (weights, weights | {"model.norm.weight": norm[:8].clone()}):

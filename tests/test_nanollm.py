@@ -5,15 +5,13 @@ These tests need vLLM's build for CPUs: `pytest -m vllm`. runs/benchmarks/gpu_ch
 
 import multiprocessing
 import os
-import sys
 import tempfile
 from collections import Counter
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import save_small
+from conftest import FAMILIES, save_small
 from test_process_state import state
 from test_sampler import check_ends, check_first_tokens, staggered, trainer_gap
 
@@ -22,35 +20,23 @@ from core.faults import UsageError
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.sampler import Request, SamplingParams, TorchSampler
-
-sys.path.append(str(Path(__file__).parents[1] / "runs/families"))
-from families import train
+from runs.families.families import save_model, train
 
 pytestmark = pytest.mark.vllm
 
 PROMPTS = [[65, 66, 67], [68] * 70, [70, 71]] * 8
 PARAMS = SamplingParams(max_tokens=64, temperature=0.8, seed=1)
-# biases, tied and untied heads, padded vocabularies, sliding windows
-SHAPES = {
-    "qwen3": {"tie_word_embeddings": False, "vocab_size": 710},
-    "qwen2": {"tie_word_embeddings": True, "hidden_size": 128},
-    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
-    "gemma3": {"vocab_size": 721},
-}
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    # 32 is the smallest head that vLLM's CPU kernels support; 0.06 is the scale of `tiny`
-    shape = {"head_dim": 32, "initializer_range": 0.06, **SHAPES[request.param]}
-    if request.param == "qwen2":
-        del shape["head_dim"]
-    return save_small(request.param, tmp_path_factory.mktemp("vllm"), **shape)
+    """Biases, tied and untied heads, padded vocabularies, sliding windows."""
+    return save_model(request.param, tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
-    return save_small("qwen3", tmp_path_factory.mktemp("vllm"), head_dim=32)
+    return save_small("Qwen3", tmp_path_factory.mktemp("vllm"), head_dim=32)
 
 
 def load(folder, **options):

@@ -34,7 +34,7 @@ def test_the_gap_by_precision(qwen3_folder):
 
 
 def test_fp32_head_computes_exact_logits_from_16_bit_weights(tmp_path):
-    folder = save_small("qwen2", tmp_path, initializer_range=0.06)  # tied weights
+    folder = save_small("Qwen2", tmp_path, initializer_range=0.06)  # tied weights
     plain, exact = (load_small(folder, dtype="bfloat16", fp32_head=flag) for flag in (False, True))
     ids = torch.tensor([[5, 77, 300, 12]])
     hidden = plain.hidden_states(ids)[0]

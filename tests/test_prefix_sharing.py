@@ -2,13 +2,11 @@
 
 import random
 import re
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, load_small, rollouts_of, save_small
+from conftest import load_small, rollouts_of, save_small
 from torch.nn.functional import rms_norm
 
 import core.loading as loading
@@ -18,9 +16,7 @@ from core import batching
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.prefix_sharing import make_tree
-
-sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
-from families import save_model
+from runs.families.families import save_model
 
 
 def random_sequences(seed):
@@ -68,7 +64,7 @@ def norm_in_float64(module, x):
 
 def test_random_trees_give_the_results_of_separate_sequences(tmp_path):
     """By blocks, as on a CPU; runs/benchmarks/gpu_check.py compares FlashAttention with these."""
-    policy = load_small(save_small("qwen3", tmp_path, num_hidden_layers=2))
+    policy = load_small(save_small("Qwen3", tmp_path, num_hidden_layers=2))
     policy.model.double()
     for module in policy.model.modules():
         if hasattr(module, "variance_epsilon"):  # transformers computes these in float32
@@ -78,11 +74,10 @@ def test_random_trees_give_the_results_of_separate_sequences(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "lora_rank"), [("qwen2", 0), ("Granite", 4), ("GPT2", 0)],
+    ("family", "lora_rank"), [("Qwen2", 0), ("Granite", 4), ("GPT2", 0)],
 )  # fmt: skip
 def test_families_give_the_results_of_separate_sequences(family, lora_rank, tmp_path):
-    save = save_small if family in FAMILIES else save_model
-    policy = load_policy(str(save(family, tmp_path)), device="cpu", lora_rank=lora_rank)
+    policy = load_policy(str(save_model(family, tmp_path)), device="cpu", lora_rank=lora_rank)
     assert policy.shares_prefixes and not policy.remark
     generator = torch.Generator().manual_seed(0)
     for name, weight in policy.trainable().items():
@@ -130,13 +125,13 @@ def test_rollouts_without_an_advantage_need_no_backward_pass(qwen3_folder, monke
 def test_models_with_sliding_windows_shorter_than_their_context_are_not_shared(tmp_path):
     layers = ["full_attention", "sliding_attention"]
     changes = {"sliding_window": 64, "use_sliding_window": True, "layer_types": layers}
-    folder = save_small("qwen2", tmp_path / "window", **changes)
+    folder = save_small("Qwen2", tmp_path / "window", **changes)
     policy = load_small(folder)
     assert not policy.shares_prefixes
     assert "window of 64 tokens is shorter" in policy.remark
     policy = load_small(folder, max_length=64)
     assert policy.shares_prefixes and not policy.remark
-    assert load_small(save_small("qwen2", tmp_path / "full")).shares_prefixes
+    assert load_small(save_small("Qwen2", tmp_path / "full")).shares_prefixes
 
 
 def test_a_model_whose_log_probs_would_differ_shares_no_prefixes(qwen3_folder, monkeypatch):

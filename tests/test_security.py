@@ -65,7 +65,7 @@ def own_code(tmp_path, marker, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *args: "yes")  # answers any question
 
     def write(name, changes):
-        folder = save_small("qwen3", tmp_path / "model")
+        folder = save_small("Qwen3", tmp_path / "model")
         (folder / "own.py").write_text(MODEL_CODE.format(marker=str(marker)))
         settings = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(settings | changes))
@@ -109,7 +109,7 @@ class Evil:
 
 def test_pickled_weights_of_a_model_are_not_read(tmp_path, marker, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a message with a long path is cut
-    folder = save_small("qwen3", Path("model"))
+    folder = save_small("Qwen3", Path("model"))
     (folder / "model.safetensors").unlink()
     torch.save({"weight": Evil(marker)}, folder / "pytorch_model.bin")
     with pytest.raises(UsageError, match="safetensors"):

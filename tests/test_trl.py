@@ -43,7 +43,7 @@ def quick():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The weights that sampled."""
-    return save_small("qwen3", tmp_path_factory.mktemp("sampled"))
+    return save_small("Qwen3", tmp_path_factory.mktemp("sampled"))
 
 
 @pytest.fixture(scope="module")

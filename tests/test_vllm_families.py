@@ -4,16 +4,12 @@ These tests need vLLM: `pytest -m vllm`. runs/families tries many more families.
 """
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 from core.loading import load_policy
 from core.nanollm import NanoLLM
-
-sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
-from families import gaps, greedy_equal, save_model, train
+from runs.families.families import gaps, greedy_equal, save_model, train
 
 pytestmark = pytest.mark.vllm
 

@@ -97,16 +97,20 @@ GREEDY = SamplingParams(max_tokens=32, temperature=0)
 SAMPLED = SamplingParams(max_tokens=32, temperature=0.8, seed=1)
 
 
-def save_model(family: str, folder: Path) -> Path:
-    """Saves a small model of a family, with random biases too, and the tokenizer of `tiny`."""
+def save_model(family: str, folder: Path, **settings: Any) -> Path:
+    """Saves a small model of a family, with random biases too, and the tokenizer of `tiny`.
+
+    `settings` of its config take the place of those above.
+    """
     tokenizer = tiny_tokenizer()
     names = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     config_class, model_class = (getattr(transformers, name) for name in names)
     ends = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
     default = config_class()
     known = default.to_dict().keys() | default.attribute_map.keys()
-    shape = {name: value for name, value in SHAPE.items() if name in known}
-    config = config_class(**{**shape, **ends, **FAMILIES[family]})
+    settings = SHAPE | ends | FAMILIES.get(family, {}) | settings
+    unknown = SHAPE.keys() - known  # such as a head_dim that follows from other settings
+    config = config_class(**{k: v for k, v in settings.items() if k not in unknown})
     config.architectures = [model_class.__name__]
     torch.manual_seed(0)
     model = model_class(config)
