@@ -18,6 +18,7 @@ from torch import Tensor
 
 from core.policy import Policy
 from core.sampler import Sampler, SamplingParams
+from core.types import Completion
 
 TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
 PARAMS = SamplingParams(max_tokens=16)  # at temperature 1, always with the same draws
@@ -64,3 +65,9 @@ def score(
     hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
     logprobs = (policy.to_logits(hidden) / temperature).log_softmax(-1)
     return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+
+
+def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: float = 1.0) -> Tensor:
+    """|log-prob in training - log-prob of the sampler| of each sampled token, in nats: [N]."""
+    ours = score(policy, prompt, drawn.token_ids, temperature)
+    return (ours - torch.tensor(drawn.logprobs)).abs()

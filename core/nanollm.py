@@ -364,16 +364,15 @@ class NanoLLM(Sampler):
         length = max(1, min(longest, policy.max_length - params.max_tokens))
         words = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         long_prompt = random.Random(0).choices(words, k=length)
-        prompts, gaps = [long_prompt[:8], long_prompt], []
+        prompts = [long_prompt[:8], long_prompt]
         adapters = {str(i): slot.B for i, slot in enumerate(self.slots)}
         generator = torch.Generator().manual_seed(0)
         with borrowed(adapters):
             for B in adapters.values():
                 B += PROBE_NOISE * torch.randn(B.shape, generator=generator).to(B.device)
             self._sync_cache()
-            for prompt, completion in zip(prompts, self.sample(prompts, params), strict=True):
-                ours = canary.score(policy, prompt, completion.token_ids)
-                gaps.append((ours - torch.tensor(completion.logprobs)).abs().mean())
+            drawn = zip(prompts, self.sample(prompts, params), strict=True)
+            gaps = [canary.gaps(policy, *one).mean() for one in drawn]
         return torch.stack(gaps).max().item()  # NaN if any is
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import train
-from algorithms.token_logprobs import token_logprobs
-from core import nanollm
+from core import canary, nanollm
 from core import sampler as sampler_module
-from core.batching import cut, to_rollout_batch
+from core.batching import to_rollout_batch
 from core.faults import Fault, UsageError
 from core.kv_cache import SharedPrefixCache, prefill
 from core.loading import load_policy
@@ -35,20 +34,8 @@ def policy(qwen3_folder):
 
 def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
     """|log-prob of a plain forward pass - reported log-prob| of every sampled token."""
-    rollouts = [
-        Rollout("e", "p", 0, 0, turns=[Turn(p, c.token_ids, c.logprobs, c.finish_reason)])
-        for p, c in zip(prompts, completions, strict=True)
-    ]
-    batch = to_rollout_batch(rollouts)
-    expected = torch.zeros_like(batch.env_rewards)
-    with torch.no_grad():
-        for micro in cut(batch.sequences, 64, policy.device):
-            logprobs, _ = token_logprobs(
-                policy.hidden_states(micro.input_ids).flatten(0, 1), micro.nodes, micro.input_ids,
-                micro.completion_mask, policy.to_logits, temperature,
-            )  # fmt: skip
-            micro.scatter(logprobs, into=expected)
-    return (expected - batch.sampler_logprobs)[batch.completion_mask].abs()
+    pairs = zip(prompts, completions, strict=True)
+    return torch.cat([canary.gaps(policy, *pair, temperature) for pair in pairs])
 
 
 def check_first_tokens(policy, prompt, temperature, drawn):

@@ -368,23 +368,15 @@ def lora(args: Args) -> dict[str, Any]:
 
 def gap(args: Args) -> dict[str, Any]:
     """|trainer - sampler| log-prob in nats, in the precision that names the part."""
-    from algorithms.token_logprobs import token_logprobs
+    from core import canary
     from core.sampler import SamplingParams
 
     policy, sampler = make_nanollm(args, dtype=args.child)
     batch = prompts(args)[:: args.group_size]
     with sampler:
         completions = sampler.sample(batch, SamplingParams(args.max_tokens, seed=1))
-    gaps = []
-    for prompt, completion in zip(batch, completions, strict=True):
-        ids = torch.tensor([prompt + completion.token_ids], device=policy.device)
-        mask = (torch.arange(1, ids.shape[1], device=policy.device) >= len(prompt))[None]
-        with torch.no_grad():
-            hidden, nodes = policy.hidden_states(ids)[0], torch.arange(ids.shape[1])[None]
-            logprobs, _ = token_logprobs(hidden, nodes, ids, mask, policy.to_logits, 1.0)
-        reported = torch.tensor(completion.logprobs, device=policy.device)
-        gaps.append((logprobs[mask] - reported).abs().cpu())
-    all_gaps = torch.cat(gaps)
+    pairs = zip(batch, completions, strict=True)
+    all_gaps = torch.cat([canary.gaps(policy, *pair) for pair in pairs])
     return {"mean": all_gaps.mean().item(), "max": all_gaps.max().item(), "tokens": len(all_gaps)}
 
 

@@ -28,7 +28,7 @@ import record  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from core import nanollm  # noqa: E402
+from core import canary, nanollm  # noqa: E402
 from core.faults import UsageError  # noqa: E402
 from core.loading import load_policy  # noqa: E402
 from core.nanollm import NanoLLM  # noqa: E402
@@ -134,19 +134,12 @@ def train(policy: Policy, steps: int = 2, lr: float = 1e-3) -> None:
         optimizer.zero_grad()
 
 
-@torch.no_grad()
 def gaps(policy: Policy, sampler: Sampler) -> torch.Tensor:
     """|trainer - sampler| of each sampled token, in nats: [tokens]."""
     with sampler:
         completions = sampler.sample(PROMPTS, SAMPLED)
-    found = []
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        ids = torch.tensor([prompt + completion.token_ids], device=policy.device)
-        logits = policy.to_logits(policy.hidden_states(ids)[0, len(prompt) - 1 : -1])
-        logprobs = (logits / SAMPLED.temperature).log_softmax(-1)
-        ours = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
-        found.append((ours - torch.tensor(completion.logprobs)).abs())
-    return torch.cat(found)
+    pairs = zip(PROMPTS, completions, strict=True)
+    return torch.cat([canary.gaps(policy, *pair, SAMPLED.temperature) for pair in pairs])
 
 
 def greedy_equal(policy: Policy, sampler: Sampler) -> bool:
