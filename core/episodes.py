@@ -101,22 +101,17 @@ class RolloutCollector:
         episode, and how often these were asked to act.
         """
 
-        def from_policy(episode: Episode, agent: Agent) -> Wanted:
+        def ask(episode: Episode, agent: Agent) -> Wanted:
+            opponent = episode.task.env.opponent
+            if self.opponents is not None and opponent:
+                self.take_seat(episode, agent.rollout.agent)
+                if episode.seat != agent.rollout.agent:
+                    return self.opponents.ask(opponent, episode, agent, params)
             chat, _ = self.renderer.for_template(agent.chat, agent.schemas)
             seed = derive_seed(params.seed, episode.rounds)
             return Request(agent.prompt_ids, params, seed, agent.stream, chat, sampler)
 
-        def from_policy_or_opponent(episode: Episode, agent: Agent) -> Wanted:
-            opponent = episode.task.env.opponent
-            if opponent:
-                self.take_seat(episode, agent.rollout.agent)
-            if not opponent or episode.seat == agent.rollout.agent:
-                return from_policy(episode, agent)
-            return self.opponents.ask(opponent, episode, agent, params)
-
-        if self.opponents is None:
-            return self.play(tasks, from_policy, on_progress)
-        return self.play(tasks, from_policy_or_opponent, on_progress)
+        return self.play(tasks, ask, on_progress)
 
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
         """Plays each task with the environment's own demonstrations.
