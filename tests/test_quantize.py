@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 
 from core.config import Config
-from core.optimizer import make_optimizer
 from core.run.models import load_policy
 from core.sampler import SamplingParams, TorchSampler
+from runs.families.families import train
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs picorl[quantize]")
 PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
@@ -28,27 +28,13 @@ def bits_of_base(policy):
     return {n: p.detach().flatten().view(torch.uint8).clone() for n, p in named if "lora" not in n}
 
 
-def train(policy, steps):
-    optimizer = make_optimizer(policy, lr=1e-2)
-    ids = torch.tensor([[5, 77, 300, 12, 9, 41, 8] * 8])
-    losses = []
-    for _ in range(steps):
-        logits = policy.to_logits(policy.hidden_states(ids)[0, :-1])
-        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def test_only_adapters_are_trained_and_the_sampler_computes_with_them(tmp_path):
     """On some CPUs bitsandbytes would repack the weights as soon as nothing needs a gradient."""
     policy, params = tiny(tmp_path), SamplingParams(max_tokens=30, seed=1)
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     assert all("lora" in name for name in policy.trainable()) and policy.zero_adapters() == 1
     before = bits_of_base(policy)
-    losses = train(policy, steps=5)
+    losses = train(policy, steps=5, lr=1e-2)
     assert losses[-1] < 0.5 * losses[0] and policy.zero_adapters() == 0
     completions = TorchSampler(policy).sample(PROMPTS, params)
     gaps = trainer_gap(policy, completions, 1.0, PROMPTS)

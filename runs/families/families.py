@@ -123,15 +123,18 @@ def save_model(family: str, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def train(policy: Policy, steps: int = 2, lr: float = 1e-3) -> None:
-    """Takes optimizer steps that change every trainable weight."""
-    optimizer = make_optimizer(policy, lr=lr)
+def train(policy: Policy, steps: int = 2, lr: float = 1e-3) -> list[float]:
+    """Takes optimizer steps that change every trainable weight. Returns the loss of each."""
+    optimizer, losses = make_optimizer(policy, lr=lr), []
     ids = torch.tensor([[5, 77, 300, 12, 9, 41, 8] * 8], device=policy.device)
     for _ in range(steps):
         logits = policy.to_logits(policy.hidden_states(ids))[0, :-1]
-        torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def gaps(policy: Policy, sampler: Sampler) -> torch.Tensor:
