@@ -26,23 +26,22 @@ SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --g
 LATER = ["--resume", "runs/a", "--num-updates", "5"]
 
 
-def launch(folder, *args, ranks=2, restarts=0, program=ROOT / "train.py", **options):
+def launch(folder, *args, ranks=2, restarts=0):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*torchrun, str(program), *args],
+        [*torchrun, str(ROOT / "train.py"), *args],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        **options,
     )  # fmt: skip
 
 
-def finish(process, seconds=240):
-    out, err = process.communicate(timeout=seconds)
+def finish(process):
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
-def assert_alike(ours, theirs, tolerance=1e-5):
+def assert_alike(ours, theirs):
     assert [r.keys() for r in ours] == [r.keys() for r in theirs] and ours
     for a, b in zip(ours, theirs, strict=True):
         for name, value in a.items():
@@ -50,7 +49,7 @@ def assert_alike(ours, theirs, tolerance=1e-5):
                 assert value.keys() == b[name].keys()
                 continue
             if value is not None:  # the interval of equal returns
-                value = pytest.approx(value, rel=tolerance, abs=tolerance)
+                value = pytest.approx(value, rel=1e-5, abs=1e-5)
             assert b[name] == value, name
 
 

@@ -63,20 +63,16 @@ def test_scalerl_takes_the_deviation_of_the_batch_and_the_mean_of_each_group():
     assert (options.scale_rewards, options.aggregation) == ("batch", "prompt")
 
 
-def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
-    """Loss, gradient of the log-probs and metrics where π / π_old is `ratio`, from π_old = 0.2."""
-    ratio, advantages = torch.tensor(ratio), torch.tensor(advantages)
-    old, ones = torch.full_like(ratio, math.log(0.2)), torch.ones_like(ratio)
-    logprobs = (old + ratio.log()).requires_grad_()
-    mask = ones.bool() if mask is None else torch.tensor(mask)
-    weights, scale = (ones if x is None else torch.tensor(x) for x in (weights, scale))
-    options = resolve(Options(**settings))
-    micro = Micro(completion_mask=mask, loss_mask=mask & (scale > 0), old_logprobs=old,
-                  advantages=advantages, importance_weights=weights,
-                  token_weights=scale)  # fmt: skip
-    loss, metrics = grpo.compute_loss(logprobs, None, micro, options)
+def loss_of(ratio, advantage, **settings):
+    """Of one token: loss, gradient of the log-prob and metrics; π / π_old is `ratio`."""
+    one = torch.ones(1, 1)
+    old = one * math.log(0.2)
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    micro = Micro(completion_mask=one > 0, old_logprobs=old, advantages=one * advantage,
+                  importance_weights=one, token_weights=one)  # fmt: skip
+    loss, metrics = grpo.compute_loss(logprobs, None, micro, resolve(Options(**settings)))
     loss.backward()
-    return loss.item(), logprobs.grad, metrics
+    return loss.item(), logprobs.grad.item(), metrics
 
 
 @pytest.mark.parametrize(
@@ -92,9 +88,9 @@ def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
 )
 def test_clip_in_each_case(ratio, advantage, want_loss, want_gradient):
     clips = {"loss_type": "grpo", "clip_low": 0.2, "clip_high": 0.3}
-    loss, gradient, metrics = loss_of([[ratio]], [[advantage]], **clips)
+    loss, gradient, metrics = loss_of(ratio, advantage, **clips)
     assert loss == pytest.approx(want_loss, abs=1e-6)
-    assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
+    assert gradient == pytest.approx(want_gradient, abs=1e-6)
     stopped = want_gradient == 0
     high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert (high, low) == (stopped and ratio > 1, stopped and ratio < 1)
@@ -111,9 +107,9 @@ def test_clip_in_each_case(ratio, advantage, want_loss, want_gradient):
 def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
     ratio, advantage, want_loss, want_gradient
 ):
-    loss, gradient, _ = loss_of([[ratio]], [[advantage]], loss_type="grpo", dual_clip=2.5)
+    loss, gradient, _ = loss_of(ratio, advantage, loss_type="grpo", dual_clip=2.5)
     assert loss == pytest.approx(want_loss, abs=1e-6)
-    assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
+    assert gradient == pytest.approx(want_gradient, abs=1e-6)
 
 
 def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_tokens_in_the_loss():

@@ -44,11 +44,11 @@ def test_micro_batch_size_changes_nothing_but_rounding(qwen3_folder):
     assert metrics_1["tokens/trained"] == sum(r.num_tokens for r in rollouts)
 
 
-def played(policy, rewards, num_turns=1, max_tokens=9):
+def played(policy, rewards):
     """Rollouts of one group of letter counting, paid as it suits a test."""
     drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=1, group_size=len(rewards))
-    params = SamplingParams(max_tokens=max_tokens, seed=1)
-    rollouts = RolloutCollector(policy, num_turns).collect(drawn, TorchSampler(policy), params)
+    params = SamplingParams(max_tokens=9, seed=1)
+    rollouts = RolloutCollector(policy, max_turns=1).collect(drawn, TorchSampler(policy), params)
     for rollout, reward in zip(rollouts, rewards, strict=True):
         rollout.turns[0].reward = reward
     return rollouts

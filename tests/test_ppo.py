@@ -40,20 +40,19 @@ def test_only_tokens_in_the_loss_normalize_the_advantages_and_count_in_the_value
     assert metrics["value/loss"] == (1**2 + 3**2) / 2
 
 
-def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, scale=1.0, **given):
-    """Of one token: loss, gradients of log-prob and value, metrics; π / π_old is `ratio`."""
-    ratio, advantage, value, old_value, target, weight, scale = (
-        torch.tensor([[x]]) for x in (ratio, advantage, value, old_value, target, weight, scale)
-    )
-    old = torch.full_like(ratio, math.log(0.2))
-    logprobs, value = (old + ratio.log()).requires_grad_(), value.requires_grad_()
+def loss_of(advantage, value, old_value, target, **given):
+    """Of one token in the first step: the loss, the gradient of its value, and the metrics."""
+    one = torch.ones(1, 1)
+    logprobs, values = (one * x for x in (math.log(0.2), value))
+    values.requires_grad_()
     micro = Micro(
-        completion_mask=ratio > 0, old_logprobs=old, advantages=advantage, values=old_value,
-        value_targets=target, importance_weights=weight, token_weights=scale,
+        completion_mask=one > 0, old_logprobs=logprobs, advantages=one * advantage,
+        values=one * old_value, value_targets=one * target, importance_weights=one,
+        token_weights=one,
     )  # fmt: skip
-    loss, metrics = compute_loss(logprobs, value, micro, Options(**given))
+    loss, metrics = compute_loss(logprobs, values, micro, Options(**given))
     loss.backward()
-    return loss.item(), logprobs.grad.item(), value.grad.item(), metrics
+    return loss.item(), values.grad.item(), metrics
 
 
 @pytest.mark.parametrize(
@@ -67,16 +66,16 @@ def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, 
     ],
 )
 def test_value_clip_in_each_case(numbers, error, want_gradient):
-    loss, _, gradient, metrics = loss_of(1.0, 0.0, *numbers, value_clip=0.5, value_coef=0.2)
+    loss, gradient, metrics = loss_of(0.0, *numbers, value_clip=0.5, value_coef=0.2)
     assert loss == pytest.approx(0.2 * error / 2, abs=1e-6)
     assert gradient == pytest.approx(0.2 * want_gradient, abs=1e-6)
     assert metrics["value/loss"] == pytest.approx(error / 2, abs=1e-6)  # without the coefficient
 
 
 def test_value_clip_0_is_no_limit_and_value_coef_0_leaves_the_values_alone():
-    loss, _, gradient, _ = loss_of(1.0, 0.0, 2.0, 1.0, 3.0, value_clip=0.0, value_coef=1.0)
+    loss, gradient, _ = loss_of(0.0, 2.0, 1.0, 3.0, value_clip=0.0, value_coef=1.0)
     assert loss == pytest.approx((2 - 3) ** 2 / 2, abs=1e-6)
     assert gradient == pytest.approx(2 - 3, abs=1e-6)
-    loss, _, gradient, metrics = loss_of(1.0, 1.0, 2.0, 1.0, 3.0, value_coef=0.0)
+    loss, gradient, metrics = loss_of(1.0, 2.0, 1.0, 3.0, value_coef=0.0)
     assert loss == pytest.approx(-1, abs=1e-6) and gradient == 0
     assert metrics["value/loss"] > 0  # it is measured all the same

@@ -50,23 +50,16 @@ def test_normalize_is_over_the_tokens_of_the_loss():
     assert (got[~in_loss] == 0).all()
 
 
-def loss_of(logprobs, advantages, mask, weights, scale, old):
-    """The loss as a float, the gradient that reaches the log-probs, and the metrics."""
-    logprobs = logprobs.clone().requires_grad_()
-    micro = Micro(completion_mask=mask, old_logprobs=old, advantages=advantages,
-                  importance_weights=weights, token_weights=scale)  # fmt: skip
-    loss, metrics = compute_loss(logprobs, None, micro, Options())
-    loss.backward()
-    return loss.item(), logprobs.grad, metrics
-
-
 @pytest.mark.parametrize("ratio, advantage", [(0.1, -2.0), (10.0, 2.0)])
 def test_nothing_is_clipped_however_far_the_policy_went(ratio, advantage):
     """The gradient has the weight π / π_old; the weight itself has none."""
-    logprobs, one = torch.tensor([[-3.0]]), torch.ones(1, 1)
-    inputs = torch.tensor([[advantage]]), one > 0, one, one, logprobs - math.log(ratio)
-    loss, gradient, metrics = loss_of(logprobs, *inputs)
-    assert loss == pytest.approx(3 * ratio * advantage)
-    assert gradient.item() == pytest.approx(-ratio * advantage)
+    logprobs, one = torch.tensor([[-3.0]], requires_grad=True), torch.ones(1, 1)
+    old = logprobs.detach() - math.log(ratio)
+    micro = Micro(completion_mask=one > 0, old_logprobs=old, advantages=one * advantage,
+                  importance_weights=one, token_weights=one)  # fmt: skip
+    loss, metrics = compute_loss(logprobs, None, micro, Options())
+    loss.backward()
+    assert loss.item() == pytest.approx(3 * ratio * advantage)
+    assert logprobs.grad.item() == pytest.approx(-ratio * advantage)
     assert metrics["clip/low_fraction"] == metrics["clip/high_fraction"] == 0
     assert metrics["kl/approx"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-5)
