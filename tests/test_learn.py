@@ -12,6 +12,7 @@ from single_update import gradients_of_update, single_update
 
 import train
 from algorithms import ppo
+from core import canary
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.faults import UsageError
@@ -152,13 +153,9 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
 
 def nll(policy, rollouts):
     """The mean negative log-prob of the sampled tokens, turn by turn."""
-    found = []
-    for turn in (turn for rollout in rollouts for turn in rollout.turns):
-        start, ids = len(turn.prompt_ids), turn.prompt_ids + turn.completion_ids
-        with torch.no_grad():
-            logits = policy.model(torch.tensor([ids])).logits[0, start - 1 : -1]
-        found += logits.log_softmax(-1).gather(1, torch.tensor(ids[start:])[:, None]).flatten()
-    return -(sum(found) / len(found)).item()
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    logprobs = [canary.score(policy, turn.prompt_ids, turn.completion_ids) for turn in turns]
+    return -torch.cat(logprobs).mean().item()
 
 
 def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
