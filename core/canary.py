@@ -10,13 +10,14 @@ It is 0 if the sampler has the trainer's weights, 1 if it has those before the u
 with each further update that it misses, at any learning rate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.policy import Policy
+from core.policy import Policy, borrowed
 from core.sampler import Sampler, SamplingParams
 from core.types import Completion
 
@@ -25,6 +26,7 @@ PARAMS = SamplingParams(max_tokens=16)  # at temperature 1, always with the same
 # in machine epsilons, in nats: 0.5 in bfloat16, where kernels that round differently give SmolLM2's
 # tokens log-probs that differ by 0.04 on average and by up to 0.7; 8e-6 in float32
 ROUNDING = 64
+NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
 FEWEST = 8  # tokens that have to move by ROUNDING, or fewer further: one may be moved by rounding
 
 
@@ -71,3 +73,18 @@ def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: floa
     """|log-prob in training - log-prob of the sampler| of each sampled token, in nats: [N]."""
     ours = score(policy, prompt, drawn.token_ids, temperature)
     return (ours - torch.tensor(drawn.logprobs)).abs()
+
+
+@contextmanager
+def noise(policy: Policy) -> Iterator[None]:
+    """Inside, random numbers are added to B of the adapters, or without adapters each weight is
+    multiplied by about 1: mistakes in what a sampler gets then show in its log-probs."""
+    generator = torch.Generator(policy.device).manual_seed(0)
+    named = policy.model.named_parameters()
+    weights = {n: w for n, w in named if "lora_B" in n or not policy.lora_rank}
+    with borrowed(weights):
+        with torch.no_grad():
+            for weight in weights.values():
+                noise = torch.empty_like(weight).normal_(std=NOISE, generator=generator)
+                weight += noise if policy.lora_rank else weight * noise
+        yield

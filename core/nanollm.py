@@ -41,7 +41,7 @@ import torch
 from core import canary, distributed, weight_sharing
 from core.config import is_installed
 from core.faults import UsageError
-from core.policy import Policy, borrowed
+from core.policy import Policy
 from core.process_state import (
     preserve_process_state,
     preserve_random_state,
@@ -62,7 +62,6 @@ from core.types import Completion
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 # nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
 MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
-PROBE_NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
 LIMITS = ("sliding_window", "original_max_position_embeddings")  # beyond which attention changes
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 PLENTY = 1 << 50  # bytes; any KV cache fits
@@ -365,11 +364,7 @@ class NanoLLM(Sampler):
         words = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         long_prompt = random.Random(0).choices(words, k=length)
         prompts = [long_prompt[:8], long_prompt]
-        adapters = {str(i): slot.B for i, slot in enumerate(self.slots)}
-        generator = torch.Generator().manual_seed(0)
-        with borrowed(adapters):
-            for B in adapters.values():
-                B += PROBE_NOISE * torch.randn(B.shape, generator=generator).to(B.device)
+        with canary.noise(policy) if self.slots else nullcontext():
             self._sync_cache()
             drawn = zip(prompts, self.sample(prompts, params), strict=True)
             gaps = [canary.gaps(policy, *one).mean() for one in drawn]

@@ -24,8 +24,7 @@ in no file and no message.
 import shutil
 import uuid
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,8 +39,8 @@ from core.config import server_urls
 from core.extras import weight_transfer
 from core.extras.keys import api_key, safe_line
 from core.faults import NoServer, UsageError
-from core.nanollm import MAX_GAP, PROBE_NOISE
-from core.policy import Policy, borrowed
+from core.nanollm import MAX_GAP
+from core.policy import Policy
 from core.sampler import Request, Sampler, completion_limit, to_completion
 from core.seeds import derive_seed
 from core.threads import Threads, TimeLimit
@@ -133,7 +132,7 @@ class ServerSampler(Sampler):
         self.written: list[str] = []  # adapters in the folder, if this is rank 0
         self.at_work: list[str] = []  # the weights of each completion that a server may be at
         try:
-            with _noise(policy):  # else the servers may have these weights already
+            with canary.noise(policy):  # else the servers may have these weights already
                 self._write()
                 self._wait_for_all()
             self.started = True
@@ -478,18 +477,3 @@ class ServerSampler(Sampler):
         if (path == LOAD and of_vllm) or (refuses and (of_vllm or not self.started)):
             raise UsageError(words)
         raise Lost(words)
-
-
-@contextmanager
-def _noise(policy: Policy) -> Iterator[None]:
-    """Inside, random numbers are added to B of the adapters, or without adapters each weight is
-    multiplied by about 1: mistakes in what a server gets then show in its log-probs."""
-    generator = torch.Generator(policy.device).manual_seed(0)
-    named = policy.model.named_parameters()
-    weights = {n: w for n, w in named if "lora_B" in n or not policy.lora_rank}
-    with borrowed(weights):
-        with torch.no_grad():
-            for weight in weights.values():
-                noise = torch.empty_like(weight).normal_(std=PROBE_NOISE, generator=generator)
-                weight += noise if policy.lora_rank else weight * noise
-        yield
