@@ -6,7 +6,6 @@
 A step raises AssertionError, or any other exception, if something is wrong.
 """
 
-import gc
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -31,7 +29,7 @@ sys.path += [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 from gpu_check import ANSWER  # noqa: E402
 from record import versions as package_versions  # noqa: E402
-from workload import SHAPES, Shape, save_model  # noqa: E402
+from workload import SHAPES, Shape, memory_used, save_model  # noqa: E402
 
 from core import canary, nanollm  # noqa: E402
 from core.batching import RolloutBatch, to_rollout_batch  # noqa: E402
@@ -121,8 +119,8 @@ def sleep() -> Found:
         sampler, used = make_engine(policy, eager=True), list[float]()
         for _ in range(4):
             with sampler:
-                old, awake = sampler.sample(PROMPTS, PARAMS), memory()
-            used.append(round(memory(), 3))
+                old, awake = sampler.sample(PROMPTS, PARAMS), memory_used()
+            used.append(round(memory_used(), 3))
         assert awake - used[-1] > (0.05 if ON_CPU else 0.5), f"awake {awake}, asleep {used[-1]}"
         assert max(used[1:]) - used[1] < GROWTH, f"GiB asleep after each cycle: {used}"
         train(policy, steps=3)
@@ -131,7 +129,7 @@ def sleep() -> Found:
         stale = sampling_gaps(policy, old, 0.7).mean().item()
         assert stale > 3 * TOLERANCE, f"the steps changed log-probs by {stale:.1e} nats only"
         sampler.close()
-        closed.append(round(memory(), 3))
+        closed.append(round(memory_used(), 3))
         found[number] = {"awake_gib": awake, "asleep_gib": used, "gap_to_old_weights": stale}
     # what one process keeps of its first engine: compiled code, the context of CUDA
     assert ON_CPU or closed[1] - closed[0] < 4 * GROWTH, f"GiB after each engine: {closed}"
@@ -361,16 +359,6 @@ def batch_of(completions: list[Completion]) -> RolloutBatch:
     return to_rollout_batch([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
 
 
-def memory() -> float:
-    """GiB in use on the GPU, or by this process on a CPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    if ON_CPU:
-        return psutil.Process().memory_info().rss / 2**30
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30
-
-
 STEPS: dict[str, Callable[[], Found]] = {
     step.__name__: step
     for step in (versions, attention, eager, sleep, graphs, lora, reopen, updates, learns)
@@ -378,6 +366,6 @@ STEPS: dict[str, Callable[[], Found]] = {
 
 if __name__ == "__main__":
     result = STEPS[sys.argv[1]]()
-    print(ANSWER + json.dumps(result | {"memory_gib": round(memory(), 3)}), flush=True)
+    print(ANSWER + json.dumps(result | {"memory_gib": round(memory_used(), 3)}), flush=True)
     for engine in ENGINES:
         engine.close()

@@ -32,7 +32,7 @@ RESULTS = Path(__file__).resolve().parent / "nanollm"
 sys.path += [str(RESULTS.parents[i]) for i in range(3)]
 
 from record import commit, spread, versions, write_table  # noqa: E402
-from workload import SHAPES, save_model  # noqa: E402
+from workload import SHAPES, memory_used, save_model  # noqa: E402
 
 LABELS = {
     "nanollm": "NanoLLM",
@@ -392,18 +392,6 @@ def timed(call: Callable[[], Any]) -> float:
     if on_gpu():
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def memory_used() -> float:
-    """Returns the GiB in use on the GPU, or the resident memory of this process on a CPU."""
-    if not on_gpu():
-        import psutil
-
-        return psutil.Process().memory_info().rss / 2**30
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    torch.cuda.reset_peak_memory_stats()
-    return (total - free) / 2**30
 
 
 def peak_memory() -> float:

@@ -11,6 +11,7 @@ the end token.
     make("speed:prompt_tokens=50").reset(seed=3)
 """
 
+import gc
 import random
 import sys
 from dataclasses import dataclass
@@ -43,7 +44,6 @@ class Shape:
 
 
 SHAPES = {
-    "minute": Shape(32, 64, 2, 4, 2, 8),
     "tiny": Shape(128, 384, 4, 4, 2, 32, 704),  # core/tiny.py
     "4M": Shape(256, 768, 5, 4, 2, 64),
     "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
@@ -98,6 +98,20 @@ def save_smollm2(folder: str) -> int:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
+
+
+def memory_used() -> float:
+    """Returns the GiB in use on the GPU, or the resident memory of this process on a CPU."""
+    import psutil
+    import torch
+
+    gc.collect()
+    if not torch.cuda.is_available():
+        return psutil.Process().memory_info().rss / 2**30
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def prompt(seed: int, tokens: int, tokenizer: str = "tiny") -> list[Message]:
