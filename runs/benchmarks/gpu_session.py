@@ -36,7 +36,7 @@ WITH_TORCH = TRAIN.replace("{sampler}", "torch")
 START = "--model-id {model}-0.6B --num-updates 1 --num-prompts 8 --max-tokens 64 --eval-num-tasks 0"
 COMPOSE = "--env compose:depth={depth},mixed=true --max-tokens 32 --max-turns 1"
 NANOLLM = f"{BENCHMARKS}/nanollm.py --no-write --out {{out}} --folder {{model}}"
-MODEL = f"{BENCHMARKS}/gpu_session.py --save-model {{model}}-"
+MODEL = f"{BENCHMARKS}/workload.py {{model}}-"
 
 
 @dataclass
@@ -62,8 +62,8 @@ PARTS = {  # correctness, then speed
     "check": Part(250, f"{BENCHMARKS}/gpu_check.py --minutes 4 --out {{out}}"),
     "learning": Part(90, TRAIN, target=0.9),
     "learning_torch": Part(90, WITH_TORCH, target=0.9),
-    "model_0.6B": Part(60, f"{MODEL}0.6B"),
-    "model_4B": Part(120, f"{MODEL}4B"),
+    "model_0.6B": Part(60, f"{MODEL}0.6B 0.6B bfloat16"),
+    "model_4B": Part(120, f"{MODEL}4B 4B bfloat16"),
     "start": Part(120, f"{TRAIN} {START}"),
     "tokens": Part(200, f"{NANOLLM}-0.6B --sizes 0.6B --samplers nanollm vllm --parts"),
     "start_again": Part(60, f"{TRAIN} {START}"),
@@ -212,15 +212,6 @@ def marks(records: list[dict[str, Any]], target: float) -> dict[str, bool]:
     }
 
 
-def save_model(folder: str) -> None:
-    """Writes a model of the shape that the folder's name ends with, in bfloat16."""
-    sys.path.append(str(ROOT / BENCHMARKS))
-    from workload import SHAPES
-    from workload import save_model as save
-
-    save(folder, SHAPES[folder.rpartition("-")[2]], "bfloat16")
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--ahead"]:
         run_ahead(*sys.argv[2:])
@@ -233,9 +224,4 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--minutes", type=float, default=14.0, help="then a part is stopped")
     parser.add_argument("--cpu", action="store_true", help="only for learning and compose")
-    parser.add_argument("--save-model", default="", help="internal: a folder for a random model")
-    arguments = parser.parse_args()
-    if arguments.save_model:
-        save_model(arguments.save_model)
-    else:
-        sys.exit(main(arguments))
+    sys.exit(main(parser.parse_args()))

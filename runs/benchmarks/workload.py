@@ -9,6 +9,8 @@ the end token.
 
     save_model("folder", SHAPES["4M"])           # picoRL, TRL, transformers and vLLM can load it
     make("speed:prompt_tokens=50").reset(seed=3)
+
+python runs/benchmarks/workload.py FOLDER 0.6B bfloat16 saves a model.
 """
 
 import gc
@@ -138,3 +140,8 @@ class Speed(Env):
 
     def step(self, response: str) -> Step:
         return Step(None, reward(response), True, {"correct": False})
+
+
+if __name__ == "__main__":
+    folder, name, kind = sys.argv[1:]
+    save_model(folder, SHAPES[name], kind)
