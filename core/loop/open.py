@@ -28,7 +28,7 @@ from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
 from core.pool import is_program as is_agent_program
 from core.report import write_pages
-from core.report.summary import final_lines
+from core.report.doctor import final_lines
 from core.run import checkpoint, diagnostics, memory
 from core.run import folder as run_dir
 from core.run import log as run_log

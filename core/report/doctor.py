@@ -4,7 +4,8 @@
 
 Each says what was measured, where to look, and what to do next. Is the run sound? Is it learning,
 or is the answer in the noise? Why is the reward flat, and the loss 0? Does the policy exploit its
-reward? Would more updates help? The same lines open report.html and README.md of the run.
+reward? Would more updates help? The same lines open report.html and README.md of the run, and end
+its output.
 """
 
 import math
@@ -13,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core.config import trust_flags
 from core.faults import UsageError
 from core.report.summary import logged_warnings, num_updates
-from core.results import before_after
+from core.results import accuracy_of, before_after
 from core.run import cli, diagnostics
 from core.run.folder import quoted, read_settings
 from core.run.log import METRICS, ROLLOUTS, Record, iter_records, read_records
@@ -176,6 +178,37 @@ def _overfit(records: list[Record]) -> list[Finding]:
 def lines(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[str]:
     """The findings, as text."""
     return [*map(str, findings(run_dir, config, records))]
+
+
+def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
+    """The lines that end a run: accuracy before and after, warnings, files, the findings."""
+    records = read_records(run_dir / METRICS)
+    found = [
+        f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
+        for env, first, last in before_after(records)
+    ]
+    for name, updates, message in logged_warnings(records):
+        found.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
+    found.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
+    if config["sampler"] != "openai":
+        flags = ["--before", *trust_flags(config, run_dir / "config.yaml")]
+        found.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(run_dir), *flags])}")
+    return [*found, *lines(run_dir, config, records)]
+
+
+def _change(env: str, first: Record, last: Record) -> str:
+    """The accuracy before RL and after; the accuracy alone where no update followed."""
+    p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
+    counts = [record.get(f"eval/{env}/tasks") for record in (first, last)]
+    tasks = min(filter(None, counts), default=None)  # --eval-num-tasks may have changed
+    line, parts = accuracy_of(env, first), []
+    if last is not first:
+        line += f" before RL -> {accuracy_of(env, last)} after {last['update']} updates"
+        if p is not None:
+            verdict = "a clear change" if p < CLEAR else "may be chance"
+            parts.append(f"{verdict}: {tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
+    parts += [] if trivial is None else [f"trivial baseline: {trivial:.2f}"]
+    return f"{line}  ({'; '.join(parts)})" if parts else line
 
 
 def main(args: list[str]) -> int:

@@ -1,18 +1,15 @@
-"""Summarizes a run: totals, the README.md in its folder, and the last lines on the screen."""
+"""Summarizes a run: totals, and the README.md in its folder."""
 
 import re
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.algorithm import is_file, name_of, title_of
-from core.config import Config, resolve, trust_flags, validate
-from core.faults import UsageError
+from core.algorithm import name_of, title_of
+from core.config import trust_flags
 from core.results import accuracy_of, before_after
 from core.run.files import published
-from core.run.folder import quoted, read_config, train_command
-from core.run.log import METRICS, Record, read_records
+from core.run.folder import quoted
+from core.run.log import Record
 from environments.plumbing.registry import EnvSpec
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
@@ -95,66 +92,6 @@ def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
     file = run_dir / "config.yaml"
     flags = ["--config", str(file), "--run-name", "again", *trust_flags(config, file)]
     return quoted(["python", "train.py", *flags])
-
-
-def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
-    """Returns the lines that end a run: accuracy before and after, warnings, files, a next step."""
-    records = read_records(run_dir / METRICS)
-    lines = [
-        f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
-        for env, first, last in before_after(records)
-    ]
-    for name, updates, message in logged_warnings(records):
-        lines.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
-    lines.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
-    if config["sampler"] != "openai":
-        flags = ["--before", *trust_flags(config, run_dir / "config.yaml")]
-        lines.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(run_dir), *flags])}")
-        lines.append(f"next: {next_step(run_dir, records)}")
-    return lines
-
-
-def next_step(run_dir: Path, records: list[Record]) -> str:
-    """Returns a command to go on with.
-
-    After an evaluation alone, training. Where accuracy has not risen, what the run shows, or of
-    exercises of scratch.py their check. Otherwise the same with GRPO, then with PPO, then with
-    other seeds: no suggestion leads back.
-    """
-    file = run_dir / "config.yaml"
-    cfg = read_config(file, trust=True)
-    again = ["--config", str(file), *trust_flags(vars(cfg), file)]
-    if cfg.num_updates == 0:
-        return train_command(*again, "--num-updates", str(Config.num_updates))
-    keys = [(first, last, f"eval/{env}/accuracy") for env, first, last in before_after(records)]
-    if keys and not any(last[key] > first[key] for first, last, key in keys):
-        if name_of(cfg.algo) == "scratch":
-            return quoted(["python", cfg.algo if is_file(cfg.algo) else "scratch.py"])
-        return quoted(["python", "-m", "core.report.doctor", str(run_dir)])
-    others = {"grpo": ["ppo"], "ppo": []}.get(name_of(cfg.algo), ["grpo", "ppo"])
-    usual: dict[str, Any] = {"options": Config.options, "credit": Config.credit}
-    for algo in others:
-        with suppress(UsageError):
-            other = resolve(replace(cfg, algo=algo, **usual))
-            validate(other)
-            credit = [] if other.credit == cfg.credit else ["--credit", str(other.credit)]
-            return train_command(*again, "--algo", algo, *credit)
-    return train_command(*again, "--seed", str(cfg.seed + 1))
-
-
-def _change(env: str, first: Record, last: Record) -> str:
-    """The accuracy before RL and after; the accuracy alone where no update followed."""
-    p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
-    counts = [record.get(f"eval/{env}/tasks") for record in (first, last)]
-    tasks = min(filter(None, counts), default=None)  # --eval-num-tasks may have changed
-    line, parts = accuracy_of(env, first), []
-    if last is not first:
-        line += f" before RL -> {accuracy_of(env, last)} after {last['update']} updates"
-        if p is not None:
-            verdict = "a clear change" if p < 0.05 else "may be chance"
-            parts.append(f"{verdict}: {tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
-    parts += [] if trivial is None else [f"trivial baseline: {trivial:.2f}"]
-    return f"{line}  ({'; '.join(parts)})" if parts else line
 
 
 def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
