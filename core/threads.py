@@ -23,8 +23,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ PATIENCE = 0.1  # once its calls took this many seconds longer: one long call, o
 
 Kind = tuple[str, str]  # whose calls: the spec of an environment, and the method
 Outcome = tuple[Any, BaseException | None]  # what a call returned or raised
+T = TypeVar("T")
 
 
 class TimeLimit(TimeoutError):
@@ -238,6 +240,20 @@ class _Worker(threading.Thread):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
             return key
         return None
+
+
+def in_thread(function: Callable[[], T], name: str | None = None) -> Future[T]:
+    """Makes one call in a daemon thread of its own, for which the end of the process won't wait."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def generators() -> tuple[Any, ...]:

@@ -7,9 +7,9 @@ vLLM could not use there (2.28, of torch 2.11).
 """
 
 import socket
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent import futures
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -18,8 +18,8 @@ from torch import nn
 from core import distributed
 from core.faults import UsageError
 from core.policy import Policy
+from core.threads import T, in_thread
 
-T = TypeVar("T")
 CONNECT_S, SEND_S = 120.0, 600.0  # NCCL would wait for a server without end
 Post = Callable[[str, dict[str, Any]], None]  # asks the server: a path and a JSON body
 
@@ -91,23 +91,11 @@ class WeightTransfer:
 
 def within(seconds: float, call: Callable[[], T]) -> T:
     """What `call` returns or raises, in a thread; TimeoutError if it takes longer."""
-    found: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not found:
+    future = in_thread(call)
+    futures.wait([future], seconds)
+    if not future.done():
         raise TimeoutError(f"weights by NCCL: the server did not answer within {seconds:g} s")
-    return found[0]
+    return future.result()
 
 
 def own_address(url: str) -> tuple[str, int]:

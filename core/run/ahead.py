@@ -6,14 +6,16 @@ move alone: then two runs differ by rounding). --overlap saves at most the short
 The thread has a copy of the policy: with LoRA of its adapters, else of all weights.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from copy import deepcopy
 
 from core.faults import Stopped
 from core.policy import Policy, copy_weights
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
+from core.threads import in_thread
 from core.types import Rollout
 
 Collected = tuple[list[Rollout], list[Rollout]]  # as `collect_rollouts` of train.py returns them
@@ -25,15 +27,13 @@ class Ahead:
     def __init__(self, interrupt: Interrupt) -> None:
         self.interrupt = interrupt  # of the run
         self.policy: Policy | None = None  # the copy, once it is needed
-        self.thread: threading.Thread | None = None
-        self.collected: Collected | None = None
-        self.error: BaseException | None = None
+        self.playing: Future[Collected] | None = None
         self.closed = False
 
     @property
     def started(self) -> bool:
         """Whether `take` will return rollouts."""
-        return self.thread is not None
+        return self.playing is not None
 
     def policy_with(self, weights: Weights, policy: Policy) -> Policy:
         """The copy of `policy`, with these trainable weights."""
@@ -44,30 +44,18 @@ class Ahead:
 
     def start(self, collect: Callable[[], Collected]) -> None:
         """Calls `collect` in the thread."""
-
-        def play() -> None:
-            try:
-                self.collected = collect()
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=play, daemon=True)
-        self.thread.start()
+        self.playing = in_thread(collect)
 
     def wait(self) -> None:
         """Waits until no episode is open, as when the weights of the sampler are to change."""
-        if self.thread is not None:
-            self.thread.join()
+        if self.playing is not None:
+            futures.wait([self.playing])
 
     def take(self) -> Collected | None:
         """What the thread has collected, or None if none was started. Raises what it raised."""
-        if self.thread is None:
-            return None
         self.wait()
-        self.thread = None
-        if self.error is not None:
-            raise self.error
-        return self.collected
+        playing, self.playing = self.playing, None
+        return playing.result() if playing else None
 
     def check(self) -> None:
         """Raises Stopped in the thread, if the run ends."""

@@ -13,9 +13,9 @@ import copy
 import importlib.util
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from core.faults import UsageError
+from core.threads import in_thread
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
 from core.workshop.mistakes import advantages_as_given, changed_solution, mistakes_in
@@ -141,8 +142,7 @@ def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
 def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answer:
     """Returns the answer of `functions` to a fact, with the inputs of the function `name`.
 
-    If a function of a module raises or exceeds the time limit, the answer has the error. The
-    functions of a namespace are trusted: they run without a time limit.
+    If one of them raises or exceeds the time limit, the answer has the error.
     """
     answer = Answer()
 
@@ -158,21 +158,12 @@ def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answe
         return answer.returned
 
     recording = SimpleNamespace(**{**vars(functions), name: record})
-
-    def run() -> None:
-        try:
-            answer.value = fact.ask(recording)
-        except BaseException as error:  # also SystemExit
-            answer.error = error
-
-    if isinstance(functions, SimpleNamespace):
-        run()
-        return answer
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(TIME_LIMIT)
-    if thread.is_alive():
+    asked = in_thread(lambda: fact.ask(recording))
+    futures.wait([asked], TIME_LIMIT)
+    if not asked.done():
         return Answer(error=TimeoutError(f"still running after {TIME_LIMIT:g} s"))
+    answer.error = asked.exception()  # also SystemExit
+    answer.value = None if answer.error else asked.result()
     return answer
 
 
