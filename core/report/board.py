@@ -38,8 +38,7 @@ def board(
     `runs`: folder, settings and metrics of each. The terms and the budget are those of most runs
     that set --max-sampled-tokens; a room has others too. Raises UsageError if there is none.
     """
-    models = names_of_models([str(config["model_id"]) for _, config, _ in runs])
-    terms = [terms_of(*run[1:], model) for run, model in zip(runs, models, strict=True)]
+    terms = [terms_of(config, records) for _, config, records in runs]
     budgets = [config["max_sampled_tokens"] for _, config, _ in runs]
     entered = [(term, tokens) for term, tokens in zip(terms, budgets, strict=True)
                if term[0] != NOT_EVALUATED and tokens]  # fmt: skip
@@ -72,29 +71,18 @@ def board(
     return title, rows, lines
 
 
-def names_of_models(ids: list[str]) -> list[str]:
-    """A name for the model that each --model-id stands for: of a folder its own name, or its path
-    if another folder has that name. Runs of other machines name folders that are not here."""
-    paths = [Path(model_id).expanduser() for model_id in ids]
-    here = [path.resolve() if path.is_dir() else None for path in paths]
-    names = [
-        path.parent.name if path.name == "model" else folder.name if folder else model_id
-        for model_id, path, folder in zip(ids, paths, here, strict=True)
-    ]  # runs/base/model: base
-    count = Counter(name for name, folder in {*zip(names, here, strict=True)} if folder)
-    return [str(folder) if folder and count[name] > 1 else name
-            for name, folder in zip(names, here, strict=True)]  # fmt: skip
-
-
-def terms_of(config: dict[str, Any], records: list[Record], model: str) -> Terms:
+def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
     """What the runs of a board have in common. The held-out tasks follow from the environment and
-    their number (core/tasks.py), whatever the seed of the run."""
+    their number (core/tasks.py), whatever the seed of the run. A model goes by the name of its
+    folder, whose path differs from disk to disk; its accuracy before RL tells others apart."""
     evaluated = before_after(records)
     if not evaluated:
         return (NOT_EVALUATED,)
     env, first, _ = evaluated[0]
+    model = Path(config["model_id"])  # runs/base/model: base
+    model = model.parent if model.name == "model" else model
     return (
-        ("evaluated on", env), ("held-out tasks", config["eval_num_tasks"]), ("from", model),
+        ("evaluated on", env), ("held-out tasks", config["eval_num_tasks"]), ("from", model.name),
         ("trained on", " ".join(EnvSpec(env).short for env in config["env"])),
         ("warm-start steps", config["sft_steps"]),
         ("accuracy before RL", f"{first[f'eval/{env}/accuracy']:.2f}"),
