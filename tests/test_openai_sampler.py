@@ -130,37 +130,20 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     assert sorted(body["max_tokens"] for _, body, _ in server.asked[-2:]) == [5, 32]
 
 
-def called(*names):
-    calls = [{"function": {"name": name, "arguments": {"é": 1}}} for name in names]
-    return clean_message({"role": "assistant", "content": "", "tool_calls": calls})
-
-
-RESULT = {"role": "tool", "content": "5"}
-OTHER = {"role": "tool", "content": "6"}
-
-
-@pytest.mark.parametrize("history, sent", [
-    ([called("look", "see"), RESULT, OTHER], ["assistant look see", "tool", "tool"]),
-    ([called("look"), RESULT, called("see"), RESULT],
-     ["assistant look", "tool", "assistant see", "tool"]),
-    ([called("look")], ["assistant"]),  # what picoRL has written as text has no role of a result
-    ([called("look", "see"), RESULT], ["assistant", "user"]),
-    ([RESULT], ["user"]),
-])  # fmt: skip
-def test_calls_in_the_history_have_the_form_that_servers_want(server, policy, history, sent):
-    [completion] = sample(server, policy, [[*chat("pear"), *history, *chat("cherry")]])
+def test_calls_in_the_history_and_their_results_are_text(server, policy):
+    calls = [{"function": {"name": name, "arguments": {"é": 1}}} for name in ("look", "see")]
+    called = clean_message({"role": "assistant", "content": "Hm", "tool_calls": calls})
+    history = [called, {"role": "tool", "content": "5"}, *chat("cherry")]
+    [completion] = sample(server, policy, [history])
     assert (completion.error, completion.text) == ("", "<answer>2</answer>")
-    _, *found, _ = server.asked[0][1]["messages"]
-    names = [[m["role"], *(c["function"]["name"] for c in m.get("tool_calls", ()))] for m in found]
-    assert [" ".join(each) for each in names] == sent
-    made = [call["id"] for m in found for call in m.get("tool_calls", ())]
-    assert len({*made}) == len(made)
-    assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == made  # in their order
-    for message, text in zip(found, history, strict=True):
-        calls = message.get("tool_calls", ())
-        assert all(call["function"]["arguments"] == '{"é": 1}' for call in calls)  # not \\u00e9
-        if "tool_calls" in text and not calls:
-            assert message["content"].count('{"é": 1}') == len(text["tool_calls"])
+    texts = [
+        'Hm\n<tool_call>{"name": "look", "arguments": {"é": 1}}</tool_call>\n'
+        '<tool_call>{"name": "see", "arguments": {"é": 1}}</tool_call>',
+        "<tool_response>\n5\n</tool_response>",
+    ]
+    asked, result, _ = server.asked[0][1]["messages"]
+    assert asked == {"role": "assistant", "content": texts[0]}
+    assert result == {"role": "user", "content": texts[1]}
 
 
 def test_api_key_appears_in_no_message(server, policy, monkeypatch):

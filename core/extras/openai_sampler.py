@@ -13,10 +13,8 @@ that is no event stream, breaks or ends without a finish reason, and finish reas
 "stop" and "length". The openai client retries and waits as the header Retry-After says.
 """
 
-import json
 from collections.abc import Iterator
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from core.chat_template import content_and_calls
@@ -148,7 +146,7 @@ class OpenAISampler(Sampler):
         text, finish_reason, params = "", "", request.params
         thought = refusal = ""
         with self.client.chat.completions.create(
-            model=self.model, messages=_for_server(request.chat or []), stream=True,
+            model=self.model, messages=[*map(_for_server, request.chat or [])], stream=True,
             seed=derive_seed(request.seed, request.stream), max_tokens=request.max_tokens,
             temperature=params.temperature, top_p=params.top_p,
         ) as stream:  # fmt: skip
@@ -191,31 +189,12 @@ class OpenAISampler(Sampler):
         return completion
 
 
-def _for_server(chat: list[Message]) -> list[dict[str, Any]]:
-    """The messages as the API wants them: calls have ids and arguments as JSON text, and are
-    followed by a result for each. Other calls and results become text."""
-    found: list[dict[str, Any]] = []
-    ids: list[str] = []  # of the calls whose results follow
-    for place, message in enumerate(chat):
-        made: dict[str, Any] = {**message}
-        functions = [call["function"] for call in made.pop("tool_calls", ())]
-        results = [*takewhile(lambda m: m["role"] == "tool", chat[place + 1 :])]
-        if functions and len(functions) == len(results):
-            ids = [f"call_{place}_{i}" for i in range(len(functions))]
-            texts = [json.dumps(f["arguments"], ensure_ascii=False) for f in functions]
-            made["tool_calls"] = [
-                {"id": i, "type": "function", "function": f | {"arguments": text}}
-                for i, f, text in zip(ids, functions, texts, strict=True)
-            ]
-        elif functions:
-            made["content"] = content_and_calls(message)
-        elif made["role"] == "tool" and ids:
-            made["tool_call_id"] = ids.pop(0)
-        elif made["role"] == "tool":
-            text = f"<tool_response>\n{made['content']}\n</tool_response>"
-            made = {"role": "user", "content": text}
-        found.append(made)
-    return found
+def _for_server(message: Message) -> dict[str, str]:
+    """The message with its calls, or its result of one, as text: servers want ids for others."""
+    if message["role"] == "tool":
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": text}
+    return {"role": message["role"], "content": content_and_calls(message)}
 
 
 def _limit_size(response: Any) -> None:
