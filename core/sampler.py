@@ -75,7 +75,6 @@ class Sampler(ABC):
     constrains = False  # whether it follows the `matcher` of a request
     remark = ""  # one line about this sampler that the run shows when it starts
     sync_seconds: float | None = None  # of the last `sync`; None: it copies no weights
-    latest = ""  # end of the text received last, where a server streams text
 
     @abstractmethod
     def add(self, request: Request) -> None:

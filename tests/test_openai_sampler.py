@@ -29,16 +29,17 @@ def chat(word):
     return [{"role": "user", "content": f'How many r in "{word}"?'}]
 
 
-STREAM = {"Content-Type": "text/event-stream"}
+JSON = {"Content-Type": "application/json"}
 
 
-def event(text, finish=None):
-    choice = {"delta": {"content": text}, "finish_reason": finish}
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+def says(content, finish="stop", choices=1, **others):
+    """An answer of the server: headers and body."""
+    choice = {"index": 0, "message": {"content": content, **others}, "finish_reason": finish}
+    return JSON, json.dumps({"choices": [choice] * choices}).encode()
 
 
 class Server(BaseHTTPRequestHandler):
-    """Streams the number of a letter in the quoted word, in two parts.
+    """Answers with the number of a letter in the quoted word.
 
     Answers with the status codes in `server.failures` first. A chat with a word in `server.broken`
     gets that answer instead: (headers, body), or "hang" for none before the test ends.
@@ -63,10 +64,8 @@ class Server(BaseHTTPRequestHandler):
         elif broken:
             self.answer(200, *broken)
         else:
-            found = event("<answer>") + event(f"{word.count(text.split()[2])}</answer>")
-            usage = b': comment\n\ndata: {"choices": [], "usage": {"total_tokens": 1}}\n\n'
-            end = event("", self.server.finish) + b"data: [DONE]\n\n"
-            self.answer(200, STREAM, found + usage + end)
+            text = f"<answer>{word.count(text.split()[2])}</answer>"
+            self.answer(200, *says(text, self.server.finish))
 
     def answer(self, status, headers, body):
         self.send_response(status)
@@ -119,7 +118,7 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     path, body, _ = server.asked[0]
     assert path == "/v1/chat/completions"
     assert {name: value for name, value in body.items() if name != "messages"} == {
-        "model": "some-model", "stream": True, "max_tokens": 32, "temperature": 0.5, "top_p": 0.9,
+        "model": "some-model", "max_tokens": 32, "temperature": 0.5, "top_p": 0.9,
         "seed": body["seed"],
     }  # fmt: skip
     seeds = sorted(body["seed"] for _, body, _ in server.asked)
@@ -153,11 +152,11 @@ def test_api_key_appears_in_no_message(server, policy, monkeypatch):
         sample(server, policy, [chat("pear")])
     assert server.asked[0][2] == "Bearer secret-7"
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-team: a\napi-key: Token secret-8")
-    server.broken["bad"] = STREAM, event("a secret") + event("-7 b secret-8", "stop")
+    server.broken["bad"] = says("a secret-7 b secret-8")
     [completion] = sample(server, policy, [chat("bad")])
     assert completion.text == "a [key] b [key]"
     monkeypatch.setenv("OPENAI_API_KEY", "s")  # any text, for a server that needs no key
-    server.broken["bad"] = STREAM, event("as it is", "stop")
+    server.broken["bad"] = says("as it is")
     assert sample(server, policy, [chat("bad")])[0].text == "as it is"
     monkeypatch.setenv("OPENAI_API_KEY", "secret-7\x1b")
     with pytest.raises(UsageError, match="OPENAI_API_KEY has characters") as error:
@@ -189,28 +188,22 @@ def test_unreachable_server_is_one_line(policy, monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (({"Content-Type": "text/html"}, b"<h1>Sign in</h1>"), "text/html, .*<h1>Sign in"),
-        ((STREAM, event("<answer>3</ans")), "without a finish reason after: '<answer>3</ans'"),
-        ((STREAM, event("", "content_filter")), "finish reason 'content_filter'"),
-        ((STREAM | {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**6))), "is compressed"),
-        ((STREAM, event("a" * 10**5, "stop")), "has over 99,999 bytes"),
-        (({"Content-Type": "text/html"}, b"a" * 60_000), "has over 50,000 bytes"),
-        ((STREAM, b'data: {"choices": [{"index": 1, "delta": {}}]}\n\n'), "several choices"),
+        (({"Content-Type": "text/html"}, b"<h1>Sign in</h1>"), "no JSON: <h1>Sign in"),
+        ((JSON, b'{"choices": [{"mess'), "Expecting|Unterminated"),
+        (says("<answer>3</ans", None), "finish reason 'None'"),
+        (says("", "content_filter"), "finish reason 'content_filter'"),
+        ((JSON | {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**6))), "is compressed"),
+        (says("a" * 60_000), "has over 50,000 bytes"),
+        (says("a", choices=2), "not the one choice"),
     ],
 )
 def test_broken_answer_fails_its_own_request(server, policy, answer, reason, monkeypatch):
-    monkeypatch.setattr(openai_sampler, "MAX_STREAM_BYTES", 99_999)
-    monkeypatch.setattr(openai_sampler, "MAX_BODY_BYTES", 50_000)
+    monkeypatch.setattr(openai_sampler, "MAX_BYTES", 50_000)
+    monkeypatch.setattr(openai_sampler, "MAX_RETRIES", 0)
     server.broken = {"bad": answer}
     first, broken, last = sample(server, policy, [chat("pear"), chat("bad"), chat("cherry")])
     assert (first.text, last.text) == ("<answer>1</answer>", "<answer>2</answer>")
-    assert first.error == last.error == "" and re.search(reason, broken.error)
-
-
-def test_an_answer_without_an_end_is_cut(server, policy, monkeypatch):
-    monkeypatch.setattr(openai_sampler, "MAX_CHARACTERS", 5)
-    [completion] = sample(server, policy, [chat("pear")])
-    assert (completion.text, completion.finish_reason) == ("<answ", "length")
+    assert first.error == last.error == "" and re.search(reason, broken.error), broken.error
 
 
 def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy, monkeypatch):
@@ -230,12 +223,12 @@ def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy
 
 
 def test_after_eight_failures_in_a_row_no_request_is_sent(server, policy, monkeypatch):
-    server.broken = {"bad": (STREAM, event("<answer>"))}
+    server.broken = {"bad": (JSON, b"{")}
     monkeypatch.setattr(openai_sampler, "CONCURRENCY", 1)
     sampler = OpenAISampler(policy, server.url, "m")
     words = ["pear", *["bad"] * 8, *["pear"] * 400]  # some are sent before the eighth is counted
     completions = complete(sampler, [Request([], PARAMS, chat=chat(word)) for word in words])
-    assert completions[0].error == "" and "finish reason" in completions[8].error
+    assert completions[0].error == "" and "Expecting" in completions[8].error
     assert "8 requests in a row failed" in completions[-1].error
     [later] = complete(sampler, [Request([], PARAMS, chat=chat("pear"))])
     assert later.error == completions[-1].error and len(server.asked) < len(words)
@@ -250,20 +243,13 @@ def eval_words(number):
 EVALUATE = "--sampler openai --num-updates 0 --run-name a --model-id m --eval-num-tasks 12".split()
 
 
-def deltas(*parts, finish="stop"):
-    choices = [{"delta": part, "finish_reason": None} for part in parts]
-    events = [*choices, {"delta": {}, "finish_reason": finish}]
-    lines = [f"data: {json.dumps({'choices': [event]})}\n\n" for event in events]
-    return STREAM, "".join(lines).encode()
-
-
 @pytest.mark.parametrize(
     ("empty", "said"),
     [
-        (deltas({"content": " "}, {"content": "\n"}), ["are empty"]),
-        (deltas({"reasoning": "Hm."}, finish="length"), ["are empty: it only thinks"]),
-        (deltas({"refusal": "I can"}, {"refusal": "not."}), ["are empty: it refuses: 'I cannot.'"]),
-        (deltas({"reasoning_content": "Hm."}, {"content": "4"}), []),
+        (says(" \n"), ["are empty"]),
+        (says(None, "length", reasoning="Hm."), ["are empty: it only thinks"]),
+        (says(None, refusal="I cannot."), ["are empty: it refuses: 'I cannot.'"]),
+        (says("4", reasoning_content="Hm."), []),
     ],
 )
 def test_a_server_whose_answers_are_all_empty_is_remarked_once(server, policy, empty, said):

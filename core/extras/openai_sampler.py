@@ -4,13 +4,13 @@
     python train.py --sampler openai --base-url http://127.0.0.1:11434/v1 --model-id qwen3:4b \\
         --num-updates 0 --env letter_counting:difficulty=3
 
-The server (Ollama, vLLM, llama.cpp, ...) applies its own chat template and streams text back, so
+The server (Ollama, vLLM, llama.cpp, ...) applies its own chat template and returns text, so
 completions have the token ids of the local tokenizer and log-probs of 0. The API key is in the
 environment variable OPENAI_API_KEY; it appears in no file and no message.
 
-A request fails alone, as a Completion with an `error`: an HTTP error after its retries, a stream
-that is no event stream, breaks or ends without a finish reason, and finish reasons other than
-"stop" and "length". The openai client retries and waits as the header Retry-After says.
+A request fails alone, as a Completion with an `error`: an HTTP error after its retries, an answer
+that is broken or has several choices, and finish reasons other than "stop" and "length". The openai
+client retries and waits as the header Retry-After says.
 """
 
 from collections.abc import Iterator
@@ -29,9 +29,7 @@ from core.types import Completion, Message
 
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
-MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
-MAX_STREAM_BYTES = 1 << 26  # of an answer
-MAX_BODY_BYTES = 1 << 20  # of one that is no event stream, such as an error
+MAX_BYTES = 1 << 24  # of an answer
 WAIT_S = 0.01  # for an answer, in one step
 CONCURRENCY = 8  # requests that are sent at once
 TIMEOUT_S = 600.0  # of one request with its retries; then its episode fails
@@ -143,39 +141,25 @@ class OpenAISampler(Sampler):
 
     def _answer(self, request: Request) -> tuple[str, str]:
         """The text and the finish reason of one request. Runs in a thread."""
-        text, finish_reason, params = "", "", request.params
-        thought = refusal = ""
-        with self.client.chat.completions.create(
-            model=self.model, messages=[*map(_for_server, request.chat or [])], stream=True,
+        params = request.params
+        answer = self.client.chat.completions.create(
+            model=self.model, messages=[*map(_for_server, request.chat or [])],
             seed=derive_seed(request.seed, request.stream), max_tokens=request.max_tokens,
             temperature=params.temperature, top_p=params.top_p,
-        ) as stream:  # fmt: skip
-            kind = stream.response.headers.get("content-type", "no content type")
-            if "event-stream" not in kind:  # a web page, or an error as JSON with status 200
-                body = next(stream.response.iter_bytes(), b"").decode(errors="replace")
-                raise RequestError(f"the answer is {kind}, not an event stream: {body}")
-            for chunk in stream:
-                choices = chunk.choices or []
-                if len(choices) > 1 or any(choice.index for choice in choices):
-                    raise RequestError("the server sent several choices; one was asked for")
-                for choice in choices:
-                    text += choice.delta.content or ""
-                    refusal = (refusal + str(choice.delta.refusal or ""))[:200]
-                    for name in ("reasoning_content", "reasoning"):  # of vLLM, DeepSeek; of Ollama
-                        thought += str(getattr(choice.delta, name, None) or "")[:1]
-                    finish_reason = choice.finish_reason or finish_reason
-                self.latest = without_keys(text)[-80:]
-                if len(text) > MAX_CHARACTERS:
-                    return without_keys(text[:MAX_CHARACTERS]), "length"
-        text = without_keys(text)
-        if not finish_reason:
-            raise RequestError(f"the stream ended without a finish reason after: {text[-80:]!r}")
-        if thought:
+        )  # fmt: skip
+        if isinstance(answer, str):  # a web page
+            raise RequestError(f"the answer is no JSON: {answer}")
+        if len(answer.choices or []) != 1:
+            raise RequestError(f"the answer has not the one choice asked for: {answer.to_json()}")
+        [choice] = answer.choices
+        message = choice.message
+        # of vLLM, DeepSeek; of Ollama
+        if getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None):
             self.instead = (": it only thinks, in a field of its own; raise --max-tokens, or "
                             "switch its thinking off at the server")  # fmt: skip
-        elif refusal:
-            self.instead = f": it refuses: {without_keys(refusal)!r}"
-        return text, finish_reason
+        elif message.refusal:
+            self.instead = f": it refuses: {safe_line(message.refusal)!r}"
+        return without_keys(message.content or ""), choice.finish_reason
 
     def _count_failure(self, reason: str) -> Completion:
         self.failures += 1
@@ -202,15 +186,14 @@ def _limit_size(response: Any) -> None:
     bytes could become gigabytes."""
     if response.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("the answer is compressed, which was not asked for")
-    is_stream = "event-stream" in response.headers.get("content-type", "")
-    limit, read = MAX_STREAM_BYTES if is_stream else MAX_BODY_BYTES, response.iter_raw
+    read = response.iter_raw
 
     def limited(chunk_size: int | None = None) -> Iterator[bytes]:
         size = 0
         for part in read(chunk_size):
             size += len(part)
-            if size > limit:
-                raise RequestError(f"the answer has over {limit:,} bytes")
+            if size > MAX_BYTES:
+                raise RequestError(f"the answer has over {MAX_BYTES:,} bytes")
             yield part
 
     response.iter_raw = limited

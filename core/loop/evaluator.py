@@ -98,7 +98,7 @@ class Evaluator:
         ):
 
             def on_progress() -> None:
-                phase.advance(self.sampler.latest, quiet=True)
+                phase.advance(quiet=True)
                 if self.interrupt.requested:
                     self.sampler.stop()
 
