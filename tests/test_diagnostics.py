@@ -1,6 +1,7 @@
 """Warnings: recorded runs raise those that they should, and every threshold has two sides."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,11 @@ RUNS = Path(__file__).parent.parent / "runs"
 
 def raised(records, by_group=True):
     """(name, update) of all warnings, raised record by record as in training."""
-    inputs = [diagnostics.warning_inputs(record) for record in records]
     cfg = Config(lr=5e-5, algo="grpo" if by_group else "reinforce")
     return [
         (name, records[end - 1]["update"])
         for end in range(1, len(records) + 1)
-        for name in diagnostics.new_warnings(inputs[:end], cfg)
+        for name in diagnostics.new_warnings(records[:end], cfg)
     ]
 
 
@@ -186,7 +186,9 @@ def test_warning_is_repeated_only_after_ten_updates_without_it():
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_missing_and_non_finite_values_raise_no_warning(value):
-    metrics = {name.replace("/", "__"): value for name in diagnostics.INPUTS if name != "update"}
+    page = (RUNS.parent / "core/README.md").read_text(encoding="utf-8")
+    names = {*re.findall(r"`([a-z]+/\w+)`", page), "info/agent_error"}
+    metrics = {name.replace("/", "__"): value for name in names}
     records = run_of(15, {0: 0.1, 5: 0.5, 15: 0.1}, **metrics)
     assert raised(records) == []
 
@@ -306,7 +308,6 @@ def test_a_warm_start_that_knows_only_its_demonstrations_is_a_warning(losses, ac
     steps = [{"sft_step": 20 * (i + 1), "sft/loss": loss} for i, loss in enumerate(losses)]
     records = run_of(5, {0: accuracy})
     records[0]["eval/e:k=1/tokens_mean"] = 20
-    inputs = [diagnostics.warning_inputs(record) for record in steps + records]
-    found = diagnostics.new_warnings(inputs[: len(steps) + 1])
+    found = diagnostics.new_warnings([*steps, *records[:1]])
     assert [*found] == ["memorized"] * memorized
-    assert diagnostics.new_warnings(inputs[: len(steps) + 2]) == {}
+    assert diagnostics.new_warnings([*steps, *records[:2]]) == {}

@@ -29,7 +29,7 @@ from core.policy import Policy
 from core.pool import is_program as is_agent_program
 from core.report import write_pages
 from core.report.doctor import final_lines
-from core.run import checkpoint, diagnostics, memory
+from core.run import checkpoint, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
 from core.run.ahead import Ahead
@@ -182,7 +182,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             cfg, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
             Outputs(cfg, folder, log, writer, display), display, interrupt, ahead, progress,
-            [diagnostics.warning_inputs(record) for record in records], older, notes,
+            records, older, notes,
             {f"time/start_{name}_s": value for name, value in seconds.items()},
         )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Run:
     interrupt: Interrupt | Ahead  # Ahead: the thread of --overlap sees this run
     ahead: Ahead
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
-    history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
+    history: list[dict[str, Any]] = field(default_factory=list)  # the records
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
@@ -72,8 +72,7 @@ class Run:
         if self.next_update == 0:
             if self.cfg.sft_steps:
                 self.save()
-                of_warm_start = run_log.read_records(self.outputs.folder / run_log.METRICS)
-                self.history = [*map(diagnostics.warning_inputs, of_warm_start)]
+                self.history = run_log.read_records(self.outputs.folder / run_log.METRICS)
             self.save_copy()
             self.log(0, self.evaluator.evaluate(0), [])
         while self.next_update <= self.cfg.num_updates and not self.stopped:
@@ -165,7 +164,7 @@ class Run:
                 record["time/sync_s"] = self.sampler.sync_seconds
             self.outputs.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
-        self.history.append(diagnostics.warning_inputs(record))
+        self.history.append(record)
         # the type, which --dtype auto leaves open, says how large rounding is
         dtype: Any = str(self.policy.dtype).removeprefix("torch.")
         cfg = replace(self.cfg, dtype=dtype)

@@ -56,13 +56,12 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
 
 def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[Finding]:
     """The warnings of the log that still hold at its end, with their numbers there."""
-    inputs = [*map(diagnostics.warning_inputs, records)]
     logged = {name: (updates, message) for name, updates, message in logged_warnings(records)}
     # --dtype auto does not say how large rounding is; in float32 the message names a lower limit
     limit = f"above {diagnostics.MAX_GAP_FLOAT32:g};"
     exact = any(limit in message for _, message in logged.values())
     cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto")
-    held = diagnostics.active_warnings(inputs, cfg)
+    held = diagnostics.active_warnings(records, cfg)
     found = []
     for name, (meaning, _, picture) in WARNINGS.items():
         if name in held and name in logged:

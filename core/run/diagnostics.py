@@ -57,14 +57,6 @@ MANY_TASKS = 0.9  # different tasks for each held-out episode, at which MAX_SEEN
 # (P, not P·G: the rollouts of a task depend on each other)
 MIN_FALL, CERTAIN_FALL = 0.75, 3.0
 MAX_SFT_LOSS = 0.05  # nats per token, of a policy that knows its demonstrations
-# All metrics that the functions below read, besides those of evaluations; a run keeps no others
-INPUTS = """update sft_step sft/loss reward/mean reward/std reward/min reward/max reward/correct
-    policy/entropy weights/capped groups/level
-    groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
-    gap/logprob_max gap/canary length/hit_token_limit episodes/truncated lora/zero_fraction
-    update/steps info/agent_error update/moved update/direction groups/openings groups/repeated
-    tokens/sampled tokens/trained episodes/failed loss/weight value/loss
-    baseline/explained_variance""".split()
 
 
 def advice_without_reward(cfg: Config) -> str:
@@ -82,7 +74,7 @@ def new_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, str]:
     A warning is raised if it holds now and held in none of the QUIET_UPDATES updates before; at an
     evaluation, also not at the evaluation before.
 
-    `records` are those of the run so far, or their `warning_inputs`. `cfg`: its settings.
+    `records` are those of the run so far; `cfg`: its settings.
     """
     active = active_warnings(records, cfg)
     if not active:
@@ -139,11 +131,6 @@ def active_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, st
     tries = {name: what.format(lr=cfg.lr or 0) for name, (_, what, _) in WARNINGS.items()}
     tries |= {"no_reward": advice} | ({"dead_groups": EQUAL_REWARDS} if equal else {})
     return {name: f"{found}; try {tries[name]}" for name, found in findings.items() if found}
-
-
-def warning_inputs(record: Record) -> Record:
-    """Returns the part of a record that the warnings depend on (about 1 kB)."""
-    return {k: v for k, v in record.items() if k in INPUTS or _is_of_evaluation(k)}
 
 
 def _entropy_collapse(recent: list[Record]) -> str:
@@ -461,14 +448,9 @@ def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float
 
 def _evaluated(record: Record, metric: str) -> list[str]:
     """ "eval/<env>" of each environment whose evaluation has this metric."""
-    return [key.removesuffix(f"/{metric}") for key in record if key.endswith(f"/{metric}")]
+    end = f"/{metric}"
+    return [k.removesuffix(end) for k in record if k.startswith("eval/") and k.endswith(end)]
 
 
 def _is_evaluation(record: Record) -> bool:
-    return "update" in record and any(map(_is_of_evaluation, record))
-
-
-def _is_of_evaluation(key: str) -> bool:
-    return key.startswith("eval/") and key.endswith(
-        ("/accuracy", "/ci_low", "/ci_high", "/tokens_mean", "/seen", "/openings", "/tasks")
-    )
+    return "update" in record and bool(_evaluated(record, "accuracy"))
