@@ -145,23 +145,6 @@ def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
         load_opponent(Path(qwen3_folder), cfg, policy)
 
 
-@pytest.mark.parametrize(
-    ("env", "reason"),
-    [
-        ("tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
-        ("unnamed:opponent=guess", "needs an environment that names its `agents`"),
-    ],
-)
-def test_an_invalid_opponent_is_one_line_and_leaves_no_folder(command, env, reason, tmp_path):
-    class Unnamed(Nim):
-        agents = ()
-
-    registry.ENVIRONMENTS["unnamed"] = Unnamed
-    code, _, err = command("--env", env, "--device", "cpu", "--num-updates", 1)
-    assert code == 2 and reason in err and len(err.splitlines()) == 1, err
-    assert not (tmp_path / "runs").exists()
-
-
 def test_an_opponent_samples_at_temperature_1_in_evaluations_too(policy, tmp_path):
     class Other(Scripted):
         def complete(self, request):
