@@ -76,7 +76,7 @@ from core.observations import mark_observations, predict_observations
 from core.policy import Policy
 from core.report.token_traces import trace_tokens
 from core.run.memory import probe_peak_memory
-from core.run.reference import freeze_reference, load_teacher
+from core.run.reference import freeze_reference
 from core.run.staleness import older_weights
 from core.sampler import SamplingParams
 from core.seeds import MINIBATCHES, SAMPLING, derive_seed
@@ -215,8 +215,8 @@ def warm_start(cfg: Config, run: Run) -> None:
 
 def load_reference(cfg: Config, run: Run) -> Policy | None:
     """The policy of --kl-coef: the teacher, or the policy when RL began (with LoRA its base)."""
-    if cfg.teacher:
-        return load_teacher(cfg, run.policy)
+    if run.teacher:
+        return replace(run.teacher, micro_batch_tokens=run.policy.micro_batch_tokens)
     if not cfg.kl_coef:
         return None
     return freeze_reference(run.policy, run.outputs.folder, run.next_update)

@@ -37,7 +37,7 @@ from core.run.console import Display, print_line
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt, is_program
 from core.run.models import load_policy
-from core.run.reference import reference_bytes
+from core.run.reference import load_teacher, reference_bytes
 from core.run.staleness import Weights
 from core.run.writer import Writer
 from core.sampler import Sampler, TorchSampler
@@ -147,6 +147,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
             older.extend(checkpoint.load_older(found.folder))
+        teacher = load_teacher(cfg, policy) if cfg.teacher else None
         reserved = reference_bytes(cfg, policy)
         loaded = perf_counter()
         sampler = _make_sampler(cfg, policy, algorithm, reserved)
@@ -183,7 +184,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
             Outputs(cfg, folder, log, writer, display), display, interrupt, ahead, progress,
             records, older, notes,
-            {f"time/start_{name}_s": value for name, value in seconds.items()},
+            {f"time/start_{name}_s": value for name, value in seconds.items()}, teacher,
         )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class Run:
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
+    teacher: Policy | None = None  # of --teacher
     canary: tuple[dict[str, float], dict[str, Any]] = ({}, {})  # of this update: see `compare`
     seen_ahead: "Run | None" = None  # what the thread of --overlap sees as the run
     stopped: bool = False  # ended before the last update

@@ -12,17 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from core import distributed
 from core.config import Config
 from core.faults import UsageError
-from core.loading import reads_cache
 from core.policy import Policy
 from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import sealed, unseal
-from core.run.models import folder_of, load_policy
+from core.run.models import load_policy
 
 FOLDER = "reference"
 
@@ -57,24 +53,11 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
     teacher.model.requires_grad_(False)
-    return replace(teacher, micro_batch_tokens=policy.micro_batch_tokens)
+    return teacher
 
 
 def reference_bytes(cfg: Config, policy: Policy) -> int:
-    """Bytes that the reference will allocate."""
-    if not cfg.kl_coef or (policy.lora_rank and not cfg.teacher):
+    """Bytes that the frozen copy of the policy will allocate."""
+    if not cfg.kl_coef or cfg.teacher or policy.lora_rank:
         return 0
-    model = policy.model
-    if cfg.teacher:
-        teacher, trusted = folder_of(cfg.teacher), cfg.trust
-        from_cache = reads_cache(teacher, "--teacher")
-        try:
-            config = AutoConfig.from_pretrained(
-                teacher, trust_remote_code=trusted, local_files_only=from_cache
-            )
-            with torch.device("meta"):  # the shapes without the weights
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(f"--teacher {cfg.teacher}: can't be loaded: {reason}") from error
-    return sum(p.numel() for p in model.parameters()) * policy.dtype.itemsize
+    return sum(p.numel() for p in policy.model.parameters()) * policy.dtype.itemsize
