@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from core.faults import UsageError
-from core.loop.run import Run
 from core.run import checkpoint
-from core.run.ahead import Ahead
 from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry
@@ -270,27 +267,6 @@ def test_after_a_warm_start_in_bfloat16_another_optimizer_has_the_gradients(comm
     flags = "--dtype bfloat16 --sft-steps 1 --num-updates 1 --eval-num-tasks 0 --run-name a"
     assert command(*SMALL, *flags.split())[0] == 0
     assert metrics_of("runs/a")[-1]["update/steps"] == 1
-
-
-def test_evaluations_are_frequent_at_first():
-    class Quiet(Run):
-        def log(self, *args):
-            return False
-
-        def save(self):
-            pass
-
-    evaluated = []
-    evaluator = SimpleNamespace(evaluate=lambda update: evaluated.append(update) or {})
-    run = Quiet(
-        train.Config(num_updates=13, eval_every=10), policy=None, optimizer=None, collector=None,
-        sampler=None, evaluator=evaluator, outputs=None, display=None, interrupt=None,
-        ahead=Ahead(None), progress=checkpoint.START.copy(),
-    )  # fmt: skip
-    run.canary, run.started_at, run.sampled_at = ({}, None), 0.0, 0.0
-    for update in range(1, 14):
-        run.finish_update(update, [], {}, next_level=0)
-    assert evaluated == [2, 4, 6, 8, 10, 13]
 
 
 def test_a_model_that_moved_is_resumed_from_its_new_place_and_a_change_is_recorded(

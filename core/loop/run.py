@@ -130,9 +130,7 @@ class Run:
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
         is_last = 0 < cfg.max_sampled_tokens <= tokens or update == cfg.num_updates
-        # before the first regular evaluation, evaluations are five times as frequent
-        every = cfg.eval_every // 5 if update < cfg.eval_every else cfg.eval_every
-        if is_last or is_due(update, every):
+        if is_last or evaluates(update, cfg.eval_every):
             metrics |= self.evaluator.evaluate(update)
         self.progress["sampled_tokens"] = tokens
         stop = self.log(update, metrics, sampled)
@@ -208,6 +206,15 @@ class Run:
         """What to do when memory runs out: resume with half the micro-batch budget."""
         budget = max(1, self.policy.micro_batch_tokens // 2)
         return f"Resume with: {self.outputs.resume_command()} --max-tokens-per-micro-batch {budget}"
+
+
+def evaluates(update: int, every: int) -> bool:
+    """Whether an evaluation is due: before the first regular one, five times as often.
+
+    >>> [update for update in range(1, 31) if evaluates(update, 10)]
+    [2, 4, 6, 8, 10, 20, 30]
+    """
+    return is_due(update, every // 5 if update < every else every)
 
 
 def is_due(step: int, every: int) -> bool:
