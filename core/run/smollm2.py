@@ -14,7 +14,6 @@ out llama-cpp-python, which is not needed here and which pip would have to compi
 """
 
 import os
-import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,20 +24,12 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core.faults import UsageError
 from core.run.files import sealed, unseal
 
 NUM_BYTES = 270_000_000  # of the converted model
-HEADS = {"attn_q": 9, "attn_k": 3}
-LAYER = {  # the weights of a layer: GGUF's names and transformers' names
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm"}
 CONTROL = 3  # GGUF's type of special tokens
 
 
@@ -96,25 +87,27 @@ def _convert(file: Path, folder: Path) -> None:
     )  # fmt: skip
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_file(_weights(reader.tensors), folder / "model.safetensors", {"format": "pt"})
+    weights = _weights(reader.tensors, config)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def _weights(tensors: list[Any]) -> dict[str, Tensor]:
+def _weights(tensors: list[Any], config: LlamaConfig) -> dict[str, Tensor]:
     """The bfloat16 weights by transformers' names."""
-    from gguf import dequantize
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 
+    found = {tensor.name: tensor for tensor in tensors}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    with torch.device("meta"):
+        wanted = [name for name, _ in LlamaForCausalLM(config).named_parameters()]
     weights = {}
-    for tensor in tensors:
+    for name in wanted:
+        tensor = found[names.get_name(name, (".weight",))]
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name):
-            layer, kind = match.groups()
-            name = f"layers.{layer}.{LAYER[kind]}"
-            if kind in HEADS:  # GGUF interleaves the halves of a head: rows 0, d/2, 1, d/2 + 1, ..
-                weight = weight.view(HEADS[kind], -1, 2, weight.shape[1]).transpose(1, 2)
-                weight = weight.flatten(0, 2)
-        else:
-            name = OUTSIDE[tensor.name.removesuffix(".weight")]
-        weights[f"model.{name}.weight"] = weight.to(torch.bfloat16).contiguous()
+        if number := heads.get(name.split(".")[-2]):
+            # GGUF interleaves the halves of a head: rows 0, d/2, 1, d/2 + 1, ..
+            weight = weight.view(number, -1, 2, weight.shape[1]).transpose(1, 2).flatten(0, 2)
+        weights[name] = weight.to(torch.bfloat16).contiguous()
     return weights
 
 
