@@ -305,8 +305,8 @@ def answer(
 ) -> Completion:
     """Samples the answer and adds question and answer to the conversation.
 
-    Calls `on_text` with the text so far after each token. In a terminal Ctrl-C ends the answer.
-    Raises UsageError if the conversation does not fit into the context; then it is unchanged.
+    Calls `on_text` with the text so far after each token. Raises UsageError if the conversation
+    does not fit into the context; then, and after Ctrl-C, it is unchanged.
     """
     policy, before, drawn = speaker.policy, speaker.agent, list[int]()
     agent = replace(before, rollout=copy.deepcopy(before.rollout), chat=[*before.chat])
@@ -326,14 +326,8 @@ def answer(
         on_text(to_completion(policy, drawn, []).text)
         return token_ids, logprobs
 
-    try:
-        with speaker.policy.adapters():
-            sampler = TorchSampler(policy, draw_and_show)
-            completion = sampler.sample([agent.prompt_ids], params)[0]
-    except KeyboardInterrupt:
-        if not drawn or not sys.stdin.isatty():
-            raise
-        completion = to_completion(policy, drawn, [])
+    with policy.adapters():
+        [completion] = TorchSampler(policy, draw_and_show).sample([agent.prompt_ids], params)
     agent.add(completion)
     speaker.agent = agent
     return completion
