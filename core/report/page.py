@@ -26,6 +26,7 @@ from core.report.summary import (
 )
 from core.results import before_after
 from core.run.files import published
+from core.run.folder import by_flag
 from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import EnvSpec, meanings
@@ -130,7 +131,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
             for env, first, last in before_after(records)
         ],
         "findings": [finding._asdict() for finding in findings(run_dir, config, records)],
-        "settings": [[key, shorten(str(value), 200)] for key, value in _flatten(config)],
+        "settings": [[key, shorten(str(value), 200)] for key, value in by_flag(config).items()],
         "warnings": [
             {
                 "name": name,
@@ -154,14 +155,6 @@ def _evaluation(env: str, record: Record) -> Record:
     numbers = {key: _number(record[f"eval/{env}/{name}"]) for key, name in names.items()}
     numbers["trivial"] = _number(record.get(f"eval/{env}/trivial"))
     return {"update": record["update"], **numbers}
-
-
-def _flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _curves(records: list[Record]) -> dict[str, list[list[Any]]]:

@@ -122,11 +122,11 @@ def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
         with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
             before = json.loads(file.read_bytes())["settings"]
     now = yaml.safe_load(yaml.safe_dump(config_to_dict(cfg)))  # lists, as in a file
-    old, new = _by_flag(before), _by_flag(now)
+    old, new = by_flag(before), by_flag(now)
     return {k: (old[k], new[k]) for k in old if k in new and old[k] != new[k]}
 
 
-def _by_flag(settings: dict[str, Any]) -> dict[str, Any]:
+def by_flag(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings with the options of the algorithm beside them, and without the folders of files,
     which may have moved."""
     found: dict[str, Any] = {}

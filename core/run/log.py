@@ -96,12 +96,9 @@ class RunLog:
                 "info": r.info,
                 "messages": r.messages,
             }
-            if r.tools:
-                row["tools"] = r.tools
-            if r.opponents:
-                row["opponents"] = r.opponents
-            if r.token_traces:
-                row["token_traces"] = r.token_traces
+            for name in ("tools", "opponents", "token_traces"):
+                if found := getattr(r, name):
+                    row[name] = found
             _append(self.rollouts_file, row)
 
 
