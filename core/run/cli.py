@@ -71,9 +71,8 @@ def parse(args: list[str]) -> Config:
     return cfg
 
 
-def flags_of(cfg: Config, *always: str) -> list[str]:
-    """The command line of the settings that differ from the defaults, which `parse` reads, and of
-    `always`."""
+def flags_of(cfg: Config) -> list[str]:
+    """The command line, which `parse` reads, of the settings that differ from the defaults."""
     settings = {name: (value, getattr(Config, name)) for name, value in vars(cfg).items()}
     del settings["options"]
     if cfg.options is not None:
@@ -81,16 +80,14 @@ def flags_of(cfg: Config, *always: str) -> list[str]:
         settings |= {f"{group}.{k}": (v, getattr(own, k)) for k, v in vars(cfg.options).items()}
     words: list[str] = []
     for name, (value, usual) in settings.items():
-        if value == usual and name not in always:
+        if value == usual:
             continue
         if isinstance(value, bool):
             words.append(config.flag(name if value else f"no_{name}"))
         elif isinstance(value, tuple):
             words += [config.flag(name), *value]
-        elif str(value).startswith("-"):
-            words.append(f"{config.flag(name)}={value}")
         else:
-            words += [config.flag(name), str(value)]
+            words.append(f"{config.flag(name)}={value}")
     return words
 
 
