@@ -17,7 +17,7 @@ This is the format of Hermes and Qwen. core/extras/tools.py finds that of other 
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 8  # of one response; the others are refused
 MAX_RESULT = 10_000  # characters; the rest is cut off
+# as draft 4 has it: the integer 3.0 is a float, as it is for the function
+VALIDATOR = extend(Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER)
 UNREADABLE = "the call cannot be read; it needs a name and arguments"
 
 
@@ -184,7 +186,8 @@ def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     try:
         for key, value in arguments.items():
             for wrong in VALIDATOR(parameters.get(key, {})).iter_errors(value):
-                return f"error: {call.name}: {_reason(key[:100], wrong)}"[:MAX_RESULT]
+                if wrong.instance is not None or not wrong.schema.get("nullable"):  # `| None`
+                    return f"error: {call.name}: {_reason(key[:100], wrong)}"[:MAX_RESULT]
         result = tool(**arguments)
         if inspect.isawaitable(result):
             result = event_loop.run(result)
@@ -277,23 +280,6 @@ def _as_type(value: Any, schema: dict[str, Any]) -> Any:
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
-
-
-def _unless_null(keyword: str) -> Callable[..., Iterator[ValidationError]]:
-    """A check of JSON Schema, but for None where transformers writes that it is "nullable"."""
-
-    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
-        if value is not None or not schema.get("nullable"):
-            yield from Draft202012Validator.VALIDATORS[keyword](validator, wanted, value, schema)
-
-    return check
-
-
-VALIDATOR = extend(  # draft 4: the integer 3.0 is a float, as it is for the function
-    Draft202012Validator,
-    {keyword: _unless_null(keyword) for keyword in ("type", "enum", "anyOf")},
-    type_checker=Draft4Validator.TYPE_CHECKER,
-)
 
 
 def _reason(key: str, error: ValidationError) -> str:
