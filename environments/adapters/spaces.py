@@ -55,20 +55,12 @@ def to_action(space: Any, value: Any) -> Any:
 
 def as_element(space: Any, action: Any) -> Any:
     """Returns an action that a `Game` read as an element of `space`; None if it is not one."""
-    if space.contains(action):
-        return action
-    with suppress(TypeError, ValueError, RecursionError):  # no JSON, or a space of another kind
-        return to_action(space, json.loads(to_json(action))["action"])
-    return None
+    return action if space.contains(action) else to_action(space, _plain(action))
 
 
 def to_json(action: Any) -> str:
     """Returns an action as JSON, which `read_json_action` reads."""
-
-    def plain(value: Any) -> Any:
-        return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-
-    return json.dumps({"action": action}, default=plain, ensure_ascii=False)
+    return json.dumps({"action": action}, default=_plain, ensure_ascii=False)
 
 
 def check_observations(space: Any, name: str) -> None:
@@ -85,6 +77,10 @@ def check_observations(space: Any, name: str) -> None:
             size = "x".join(map(str, part.shape))
             raise UsageError(f"{name} observes images ({size} numbers), which a language model "
                              "cannot read; words=module:GAME can tell them as text")  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _to_array(space: Any, value: Any) -> Any:
