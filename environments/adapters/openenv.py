@@ -54,7 +54,7 @@ class OpenEnv(Env):
             self.hint = f"Answer with JSON: {json.dumps(dict.fromkeys(self.fields, '..'))}"
         self.client: Any = None
         self._connect()  # raises if there is no server, or no free session
-        self._disconnect()  # the session is free until the first episode
+        self.close()  # the session is free until the first episode
         self._check_fields()
 
     def reset(self, seed: int) -> list[Message]:
@@ -66,7 +66,7 @@ class OpenEnv(Env):
                     self._connect()
                 return [user(as_text(self.client.reset(seed=seed).observation))]
             except Exception as error:
-                self._disconnect()
+                self.close()
                 if "CAPACITY_REACHED" in str(error):
                     raise EnvFailure(f"the OpenEnv server at {self.url} is full: {error}") from None
                 problem = _text(error)
@@ -83,19 +83,21 @@ class OpenEnv(Env):
         except Exception as error:
             if "VALIDATION_ERROR" in str(error):
                 return self.retries.refuse(self.hint)
-            self._disconnect()
+            self.close()
             has_answered = "(code: " in str(error)
             kind = RuntimeError if has_answered else EnvFailure
             raise kind(f"the OpenEnv server at {self.url}: {_text(error)}") from None
         reward = float(result.reward or 0.0)
         if result.done:
-            self._disconnect()
+            self.close()
             return Step(None, reward, True, {"correct": reward > 0})
         return Step(user(as_text(result.observation)), reward, False, {"correct": False})
 
     def close(self) -> None:
         """Ends the session."""
-        self._disconnect()
+        client, self.client = self.client, None
+        with suppress(Exception):  # the connection may be broken
+            client.close()
 
     def _action(self, response: str) -> dict[str, Any] | None:
         if len(self.fields) == 1:
@@ -128,11 +130,6 @@ class OpenEnv(Env):
         client = self.client_class(base_url=self.url, connect_timeout_s=CONNECT_TIMEOUT)
         self.client = client.sync()
         self.client.connect()
-
-    def _disconnect(self) -> None:
-        client, self.client = self.client, None
-        with suppress(Exception):  # the connection may be broken
-            client.close()
 
 
 def as_text(observation: dict[str, Any]) -> str:
