@@ -1,11 +1,12 @@
 """core/chat_template.py: no message forges a turn, and a chat grows by appending to sampled ids.
 
-KNOWN has chat templates with the structure of well-known models', each written after the public
-one, without its tools. The tokenizer has a token per byte, and "▁" for a space if `pieces`.
+KNOWN has chat templates of well-known models: those that TRL has, and one written after GLM 4's,
+without its tools. The tokenizer has a token per byte, and "▁" for a space if `pieces`.
 """
 
 import random
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -31,6 +32,7 @@ from core.tiny import tiny_tokenizer
 from core.types import Rollout
 from environments.base import Step
 
+trl = pytest.importorskip("trl")
 HI, SO = ({"role": "user", "content": text} for text in ("Hi", "So?"))
 EACH, END = "{% for m in messages %}", "{% endfor %}"
 
@@ -41,25 +43,15 @@ def opens(header):
 
 
 CHATML = EACH + "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-LLAMA3 = (
-    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim "
-    "+ '<|eot_id|>' }}"
-)
-LLAMA3_HEADER = "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-THINKING = (  # as Qwen3's and QwQ's: answers in the history have no thoughts
-    EACH + "{% if m.role == 'assistant' %}{% set said = m.content.split('</think>')[-1] %}"
-    "{{ '<|im_start|>assistant\n' + said.lstrip('\n') + '<|im_end|>\n' }}{% else %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
-)
-R1 = (
-    "{{ bos_token }}" + EACH + "{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
-    "{% else %}{% set said = m.content.split('</think>')[-1] %}"
-    "{{ '<｜Assistant｜>' + said + '<｜end▁of▁sentence｜>' }}{% endif %}"
-    + opens("{{ '<｜Assistant｜><think>\n' }}")
-)
 GLM = (
     "[gMASK]<sop>" + EACH + "{{ '<|' + m.role + '|>\n' + m.content.split('</think>')[-1].strip() }}"
 )
+
+
+def template_of(model):
+    """The chat template of a model, which TRL has."""
+    file = Path(trl.__file__).parent / "chat_templates" / f"{model}.jinja"
+    return file.read_text(encoding="utf-8")
 
 
 class Known(NamedTuple):
@@ -73,29 +65,19 @@ class Known(NamedTuple):
 
 KNOWN = {
     "qwen 3": Known(
-        THINKING + opens("{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and "
-                         "enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"),
-        "<|endoftext|> <|im_end|> <|im_start|>",
+        template_of("qwen3"), "<|endoftext|> <|im_end|> <|im_start|>",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         "<|im_end|>",
         "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         options="enable_thinking=false",
     ),
     "gemma": Known(
-        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + "
-        "'\n\n' %}{% set chat = messages[1:] %}{% else %}{% set first = '' %}"
-        "{% set chat = messages %}{% endif %}{% for m in chat %}"
-        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}"
-        "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
-        "{{ (first if loop.first else '') + m.content | trim + '<end_of_turn>\n' }}"
-        + opens("{{ '<start_of_turn>model\n' }}"),
-        "<bos> <eos> <start_of_turn> <end_of_turn>",
+        template_of("gemma3"), "<bos> <eos> <start_of_turn> <end_of_turn>",
         "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>",
         "\n<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n",
     ),
     "deepseek r1": Known(
-        R1, "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
+        template_of("deepseek_r1_distill"), "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
         "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜><think>\n", "<｜end▁of▁sentence｜>",
         "<｜User｜>So?<｜Assistant｜><think>\n",
     ),

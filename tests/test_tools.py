@@ -7,11 +7,10 @@ public ones. The tokenizer has one token per byte.
 import asyncio
 import json
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pytest
-from test_chat_template import EACH, byte_tokenizer, opens
+from test_chat_template import EACH, byte_tokenizer, opens, template_of, trl
 from test_episodes import AtOnce
 
 from core.chat_template import clean_message, prompt_ids, with_system
@@ -39,7 +38,6 @@ from environments.plumbing.tools import (
 )
 from environments.plumbing.web import Episode
 
-trl = pytest.importorskip("trl")
 PARAMS = SamplingParams(max_tokens=4)
 SPECIAL = (
     "<s> </s> <|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <|end_header_id|> "
@@ -72,11 +70,6 @@ DEEPSEEK = (  # after DeepSeek V3.1: arguments as text
     + "{{ '<｜call｜>' + f.name + '<｜sep｜>' + f.arguments + '<｜/call｜>' }}{% endfor %}"
     "{{ '<｜end｜>' }}{% else %}{{ m.content + '<｜end｜>' }}{% endif %}{% endfor %}"
 )
-
-
-def template_of(model):
-    """The chat template of a model, which TRL has."""
-    return (Path(trl.__file__).parent / "chat_templates" / f"{model}.jinja").read_text()
 
 
 class Family(NamedTuple):
