@@ -11,6 +11,8 @@ from concurrent import futures
 from concurrent.futures import Future
 from copy import deepcopy
 
+from torch import Tensor
+
 from core.faults import Stopped
 from core.policy import Policy, copy_weights
 from core.run.interrupt import Interrupt
@@ -18,6 +20,7 @@ from core.run.staleness import Weights
 from core.threads import in_thread
 from core.types import Rollout
 
+LINE = 64  # bytes of a cache line, and of a register of AVX-512
 Collected = tuple[list[Rollout], list[Rollout]]  # as `collect_rollouts` of train.py returns them
 
 
@@ -72,4 +75,18 @@ class Ahead:
 def copy_of(policy: Policy) -> Policy:
     """A policy with trainable weights of its own; it shares the frozen ones and the tokenizer."""
     frozen = [p for p in policy.model.parameters() if not p.requires_grad]
-    return deepcopy(policy, {id(x): x for x in (*frozen, policy.tokenizer)})
+    copy = deepcopy(policy, {id(x): x for x in (*frozen, policy.tokenizer)})
+    for name, weight in copy.trainable().items():
+        weight.data = _placed_as(policy.trainable()[name])
+    return copy
+
+
+def _placed_as(weight: Tensor) -> Tensor:
+    """A copy at an address with the same remainder modulo LINE.
+
+    Some kernels of CPUs round by where a weight begins, and safetensors' files have them anywhere.
+    """
+    size = weight.element_size()
+    room = weight.new_empty(weight.numel() + LINE // size)
+    start = (weight.data_ptr() - room.data_ptr()) % LINE // size
+    return room[start : start + weight.numel()].view_as(weight).copy_(weight.detach())
