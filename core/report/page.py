@@ -214,7 +214,7 @@ def _pack_batch(key: BatchKey, rows: list[Record], chars: int) -> Record:
             "info": shorten(info, 300),
             "error": shorten(row.get("error") or "", 500),
             "prompt": prompt if prompt != group["prompt"] else None,
-            "traces": row.get("token_traces", []),
+            "traces": [_pack_trace(t) for t in row.get("token_traces", [])],
         }
         group["rollouts"].append({k: v for k, v in rollout.items() if v or k in ALWAYS})
     return {"kind": key[0], "update": key[1], "groups": list(groups.values())}
@@ -223,6 +223,31 @@ def _pack_batch(key: BatchKey, rows: list[Record], chars: int) -> Record:
 def _messages(messages: list[Record], chars: int) -> list[list[str]]:
     limit = max(100, chars // max(1, len(messages)))
     return [[shorten(str(m["role"]), 50), shorten(str(m["content"]), limit)] for m in messages]
+
+
+def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
+    """The tokens of a turn as [texts, sampler, trainer - sampler, after - trainer, advantages].
+
+    The numbers are integers in units of 1e-4; advantages are one integer if all are equal. None if
+    the turn has no trace.
+    """
+    texts, *columns = (
+        trace.get(name, []) for name in ("text", "sampler", "trainer", "after", "advantage")
+    )
+    if not texts or {len(column) for column in columns} != {len(texts)}:
+        return None
+    sampler, trainer, after, advantages = ([_to_units(x) for x in column] for column in columns)
+    differences = [
+        [None if x is None or y is None else y - x for x, y in zip(first, second, strict=True)]
+        for first, second in ((sampler, trainer), (trainer, after))
+    ]
+    equal = len(set(advantages)) == 1
+    return [texts, sampler, *differences, advantages[0] if equal else advantages]
+
+
+def _to_units(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else round(value * 10_000)
 
 
 def _number(value: Any) -> float | None:

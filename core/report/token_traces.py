@@ -5,7 +5,6 @@ update, and its advantage. Where the advantage and the change of the log-prob ha
 the update moved the token in the intended direction.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -63,8 +62,7 @@ def trace_tokens(
             end = start + len(turn.completion_ids)
             trace: dict[str, list] = {"text": pieces(policy.tokenizer, turn.completion_ids)}
             for name, tensor in columns.items():
-                numbers = tensor[row, start:end].tolist()
-                trace[name] = [round(x, DIGITS) if math.isfinite(x) else None for x in numbers]
+                trace[name] = [round(x, DIGITS) for x in tensor[row, start:end].tolist()]
             rollouts[row].token_traces.append(trace)
             start = end
     traced = sorted(rows)
