@@ -24,7 +24,8 @@ def evaluation(accuracy, p=None, low=None, high=None):
 
 
 def shown(records):
-    return [*map(str, doctor.findings(Path("runs/a"), {"lr": 1e-5}, records))]
+    settings = {"algo": "grpo", "lr": 1e-5}
+    return [*map(str, doctor.findings(Path("runs/a"), settings, records))]
 
 
 def test_a_healthy_run_has_one_finding_with_the_next_step():
@@ -36,7 +37,9 @@ def test_a_healthy_run_has_one_finding_with_the_next_step():
         "last 5 updates): python train.py --resume runs/a --num-updates 40"
     ]
     rising[-1] |= evaluation(0.97, p=1e-9)
-    assert shown(rising)[0].endswith("Next: the tasks are solved, so harder ones")
+    assert shown(rising)[0].endswith(
+        "or another algorithm: python train.py --config runs/a --algo reinforce"
+    )
 
 
 def test_noise_is_called_noise_and_a_flat_reward_is_explained():

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core.algorithm import name_of
 from core.config import trust_flags
 from core.faults import UsageError
 from core.report.summary import logged_warnings, num_updates
@@ -46,7 +47,7 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
     if not any(record.get("update", -1) >= 0 for record in records):
         return []
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
-    found, outcome = _current_warnings(run_dir, records, spec), _outcomes(run_dir, records)
+    found, outcome = _current_warnings(run_dir, records, spec), _outcomes(run_dir, config, records)
     if any(finding.picture == WARNINGS["no_reward"][2] for finding in found):
         outcome = []  # it follows
     if not found and not any(finding.text.startswith("It learns") for finding in outcome):
@@ -87,7 +88,7 @@ def _example(run_dir: Path) -> str:
     return ""
 
 
-def _outcomes(run_dir: Path, records: list[Record]) -> list[Finding]:
+def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
     """Whether held-out accuracy has changed, for each environment, and whether it still does."""
     found = []
     for env, first, last in before_after(records):
@@ -100,7 +101,7 @@ def _outcomes(run_dir: Path, records: list[Record]) -> list[Finding]:
         if p is None and low is not None:  # the tasks are others now: compare the intervals
             apart = low > first[f"eval/{env}/ci_high"] or high < first[f"eval/{env}/ci_low"]
             p = CLEAR / 2 if apart else 1.0
-        on, step = f"on held-out tasks of {env}", _more_updates(run_dir, records, after)
+        on, step = f"on held-out tasks of {env}", _more_updates(run_dir, config, records, after)
         if p is not None and p < CLEAR and after > before:
             text = f"It learns: accuracy {on} rose from {before:.2f} to {after:.2f}"
         elif p is not None and p < CLEAR:
@@ -119,7 +120,9 @@ def _outcomes(run_dir: Path, records: list[Record]) -> list[Finding]:
     return found
 
 
-def _more_updates(run_dir: Path, records: list[Record], accuracy: float) -> str:
+def _more_updates(
+    run_dir: Path, config: dict[str, Any], records: list[Record], accuracy: float
+) -> str:
     """Whether more updates would help, by how the reward moved in the last updates."""
     updates = [r for r in records if (r.get("update") or 0) > 0]
     window = max(diagnostics.WINDOW, len(updates) // 4)
@@ -127,7 +130,10 @@ def _more_updates(run_dir: Path, records: list[Record], accuracy: float) -> str:
     go_on = quoted(["python", "train.py", "--resume", str(run_dir), "--num-updates",
                     str(2 * num_updates(records))])  # fmt: skip
     if accuracy >= diagnostics.SOLVED:
-        return "the tasks are solved, so harder ones"
+        other = "reinforce" if name_of(config["algo"]) == "grpo" else "grpo"
+        flags = ["--algo", other, *trust_flags(config, run_dir / "config.yaml")]
+        command = quoted(["python", "train.py", "--config", str(run_dir), *flags])
+        return f"the tasks are solved, so harder ones, or another algorithm: {command}"
     if len(before) < diagnostics.WINDOW:
         return f"more updates, as these are too few to tell: {go_on}"
     change = diagnostics.change_of(before, last, "reward/mean")
