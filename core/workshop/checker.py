@@ -168,15 +168,23 @@ def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answe
 
 
 def agree(expected: Any, actual: Any, tolerance: float, equal_nan: bool = False) -> bool:
-    """Returns whether two answers have the same shape and close values. A Python number and a
-    tensor do not agree."""
-    try:
-        torch.testing.assert_close(
-            actual, expected, rtol=tolerance, atol=tolerance, equal_nan=equal_nan, check_dtype=False
-        )
-    except (AssertionError, TypeError, ValueError, RuntimeError):
+    """Returns whether two answers have the same shape and kind (bool or number) and close values.
+
+    A Python number and a tensor do not agree.
+    """
+    if isinstance(expected, tuple):
+        return isinstance(actual, (tuple, list)) and len(actual) == len(expected) and all(
+            agree(a, b, tolerance, equal_nan) for a, b in zip(expected, actual, strict=True)
+        )  # fmt: skip
+    if isinstance(expected, Tensor) != isinstance(actual, Tensor):
         return False
-    return True
+    try:
+        a, b = torch.as_tensor(expected), torch.as_tensor(actual)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    if a.shape != b.shape or (a.dtype == torch.bool) != (b.dtype == torch.bool):
+        return False
+    return torch.allclose(b.double(), a.double(), tolerance, tolerance, equal_nan)
 
 
 def wrong_type(expected: Any, actual: Any) -> str:
