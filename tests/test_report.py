@@ -11,7 +11,6 @@ import yaml
 from core import report
 from core.report import compare, curves, page
 from core.report.doctor import final_lines
-from core.report.page import write_report
 from core.warning_texts import WARNINGS
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
@@ -65,6 +64,10 @@ def write_run(folder, metrics=(), rollouts=(), config=CONFIG):
         lines = [json.dumps(record) + "\n" for record in records]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def write_report(run, config):
+    return page.write_page(run / "report.html", [(run, config)])
 
 
 def report_data(folder, metrics=(), rollouts=(), config=CONFIG):

@@ -8,9 +8,7 @@ import random
 import statistics
 
 import pytest
-from test_report import CONFIG, evaluated, row, trace, write_run
-
-from core.report.page import write_report
+from test_report import CONFIG, evaluated, row, trace, write_report, write_run
 
 pytestmark = pytest.mark.browser
 

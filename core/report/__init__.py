@@ -18,7 +18,7 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
     """
     from core.report import doctor
     from core.report.curves import draw_curves  # imports matplotlib, which takes a second
-    from core.report.page import write_report
+    from core.report.page import write_page
     from core.report.summary import algorithm_title, write_readme
     from core.run.log import METRICS, read_records
 
@@ -33,7 +33,7 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
             write_readme, run_dir, config, records, doctor.lines(run_dir, config, records)
         ),
         "curves.png": curves if any("update" in record for record in records) else None,
-        "report.html": partial(write_report, run_dir, config),
+        "report.html": partial(write_page, run_dir / "report.html", [(run_dir, config)]),
     }
     failed = []
     for name, write in pages.items():

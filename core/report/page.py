@@ -4,7 +4,7 @@ The page is core/report/page.html with the data of the runs inserted as JSON. It
 Text of models and environments is data: the page shows it as text, never as markup. The page stays
 below 10 MB; where the rollouts do not fit, the page says what was left out.
 
-    write_report(Path("runs/a"), config)     # writes runs/a/report.html
+    write_page(Path("runs/a/report.html"), [(Path("runs/a"), config)])
 """
 
 import itertools
@@ -40,18 +40,11 @@ ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that n
 BatchKey = tuple[str, int]  # kind ("train" or "eval") and update
 
 
-def write_report(run_dir: Path, config: dict[str, Any]) -> Path:
-    """Writes report.html of a run from its logs and returns its path.
-
-    `config` needs "algo", "env", "model_id" and "seed".
-    """
-    return write_page(run_dir / "report.html", [(run_dir, config)])
-
-
 def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
     """Writes one page about all `runs`, given as folder and settings, to `path`; returns `path`.
 
-    The runs share the page's bytes equally. The file is replaced as a whole or not at all.
+    The runs share the page's bytes equally. The file is replaced as a whole or not at all. The
+    settings need "algo", "env", "model_id" and "seed".
     """
     before, after = TEMPLATE.read_text(encoding="utf-8").split("$data", 1)
     room = (PAGE_BYTES - TEMPLATE.stat().st_size) // len(runs)
