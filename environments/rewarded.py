@@ -96,7 +96,7 @@ class Rewarded(Env):
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
-        functions = import_functions(reward)
+        functions = [*map(import_attribute, reward)]
         names = [name.rpartition(":")[2] for name in reward]
         if len({*names}) < len(names):  # of several files
             files = [Path(name.rpartition(":")[0].removesuffix(".py")).name for name in reward]
@@ -209,16 +209,12 @@ class Rewarded(Env):
         return Step(None, reward, True, place | logged | {"correct": correct} | info)
 
 
-def import_functions(reward: Iterable[str]) -> list[Callable[..., Any]]:
-    """The functions that an option `reward` names. Raises UsageError for those that are missing."""
-    return [import_attribute(*name.rpartition(":")[::2]) for name in reward]
-
-
 def needs_main_thread(spec: EnvSpec) -> bool:
     """Whether the main thread has to call an environment; not if its functions are all async, as
     these run in the event loop's thread."""
     if spec.name == "rewarded":
-        return not all(map(inspect.iscoroutinefunction, import_functions(spec.values["reward"])))
+        functions = map(import_attribute, spec.values["reward"])
+        return not all(map(inspect.iscoroutinefunction, functions))
     known: Any = spec.constructor if inspect.isclass(spec.constructor) else make(spec)
     return bool(known.main_thread)
 

@@ -139,7 +139,7 @@ def in_pool(texts):
 
 def test_a_file_may_start_processes_that_import_it(place):
     (place / "pooled.py").write_text(POOLED)
-    assert import_attribute(f"{place}/pooled.py", "in_pool")(["a", "abc"]) == [2.0, 6.0]
+    assert import_attribute(f"{place}/pooled.py:in_pool")(["a", "abc"]) == [2.0, 6.0]
 
 
 def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
@@ -147,7 +147,7 @@ def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
     files = [place / "judges.py", place / "other" / "judges.py", place / "numpy.py"]
     for number, file in enumerate(files):
         file.write_text(f"NUMBER = {number}")
-    assert [import_attribute(str(file), "NUMBER") for file in files * 2] == [0, 1, 2] * 2
+    assert [import_attribute(f"{file}:NUMBER") for file in files * 2] == [0, 1, 2] * 2
     assert sys.modules["judges"].NUMBER == 0 and hasattr(sys.modules["numpy"], "array")
 
 
@@ -219,7 +219,7 @@ def test_an_error_in_a_library_names_the_users_own_line(place, monkeypatch):
     (library / "checkout.py").write_text("def f(x):\n\n\n    return int(x)\n")
     (elsewhere / "uses.py").write_text("import checkout\n\ndef g():\n    checkout.f('x')\n")
     monkeypatch.syspath_prepend(library)
-    function = registry.import_attribute("../elsewhere/uses.py", "g")
+    function = registry.import_attribute("../elsewhere/uses.py:g")
     with pytest.raises(ValueError) as raised:
         function()
     assert registry.place_of(raised.value) == " (uses.py, line 4)"

@@ -155,7 +155,7 @@ class AgentProgram(Env):
         check_range("timeout", timeout, 0.001, 1_000_000)
         self.function: Any = None
         if run:
-            self.function = import_attribute(*run.rpartition(":")[::2])
+            self.function = import_attribute(run)
             sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
         if run and not callable(self.function):
             raise UsageError(f"run={run}: it is no function")
@@ -373,7 +373,7 @@ def _parameters(function: Any) -> dict[str, Any]:
 def _exception(name: str) -> type[BaseException]:
     """The exception `module.Name`, or Python's `Name`. Raises UsageError if there is none."""
     module, _, bare = name.rpartition(".")
-    kind = import_attribute(module, bare) if module else getattr(builtins, bare, None)
+    kind = import_attribute(f"{module}:{bare}") if module else getattr(builtins, bare, None)
     if not isinstance(kind, type) or not issubclass(kind, BaseException):
         raise UsageError(f"zero_on={name}: that is no exception; write where it is, such as "
                          "zero_on=httpx.ConnectError")  # fmt: skip

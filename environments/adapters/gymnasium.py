@@ -147,7 +147,7 @@ def load_words(words: str, env: Any) -> Game | None:
     """
     if not words:
         return None
-    found = import_attribute(*words.rpartition(":")[::2])
+    found = import_attribute(words)
     game = found if isinstance(found, Game) else found(env) if callable(found) else None
     if not isinstance(game, Game):
         raise UsageError(f"words={words} must be a Game, or a function from the environment to one")

@@ -193,19 +193,18 @@ class EnvSpec(str):
         entry = ENVIRONMENTS.get(self.name, self.name)
         if not isinstance(entry, str):
             return entry
-        source, _, attribute = entry.rpartition(":")
-        if not source:
+        if ":" not in entry:
             similar = difflib.get_close_matches(entry.lower(), list_envs(), n=1)
             hint = f"did you mean {similar[0]}? " if similar else ""
             raise UsageError(f"unknown environment {entry!r}; {hint}a class of yours is "
                              "FILE.py:Class, or train.run(.., env=Class) in Python; available: "
                              f"{', '.join(list_envs())}")  # fmt: skip
         try:
-            found = import_attribute(source, attribute)
+            found = import_attribute(entry)
         except UsageError as error:
             raise UsageError(f"--env {self}: {error}") from error
         if not callable(found):
-            raise UsageError(f"--env {self}: {attribute} is no class and no function")
+            raise UsageError(f"--env {self.name} is no class and no function")
         return found
 
     def accepts(self, key: str) -> bool:
@@ -369,14 +368,11 @@ def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
     return found
 
 
-def import_attribute(source: str, attribute: str) -> Any:
-    """Returns `attribute` of a module, FOLDER/module, or a file that ends in .py.
-
-    Raises UsageError if it cannot be imported.
-    """
+def import_attribute(name: str) -> Any:
+    """Returns what FILE.py:NAME, module:NAME or FOLDER/module:NAME names. Raises UsageError."""
+    source, _, attribute = name.rpartition(":")
     if not source or attribute.endswith(".py"):
-        given = ":".join(filter(None, [source, attribute]))
-        raise UsageError(f"{given} names no class or function: write FILE.py:NAME")
+        raise UsageError(f"{name} names no class or function: write FILE.py:NAME")
     module = import_source(source)
     if not hasattr(module, attribute):
         raise UsageError(f"{short_path(source, 1)} has no {attribute}")
