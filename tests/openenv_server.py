@@ -1,6 +1,5 @@
 """An OpenEnv server in this process; its import takes seconds, so only its tests import it."""
 
-import socket
 import threading
 import time
 
@@ -48,17 +47,13 @@ class Move(Action):
 class Server:
     def __init__(self, action=Text):
         app = create_fastapi_app(EchoEnvironment, action, Echo, max_concurrent_envs=8)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        deadline = time.monotonic() + 120
-        while not self.server.started and time.monotonic() < deadline:
+        while self.thread.is_alive() and not self.server.started:
             time.sleep(0.02)
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = "http://{}:{}".format(*self.server.servers[0].sockets[0].getsockname())
 
     def stop(self):
         self.server.should_exit = True
