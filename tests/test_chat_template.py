@@ -1,7 +1,7 @@
 """core/chat_template.py: no message forges a turn, and a chat grows by appending to sampled ids.
 
-KNOWN has chat templates of well-known models: those that TRL has, and one written after GLM 4's,
-without its tools. The tokenizer has a token per byte, and "▁" for a space if `pieces`.
+KNOWN has chat templates of well-known models, which TRL has. The tokenizer has a token per byte,
+and "▁" for a space if `pieces`.
 """
 
 import random
@@ -43,9 +43,6 @@ def opens(header):
 
 
 CHATML = EACH + "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-GLM = (
-    "[gMASK]<sop>" + EACH + "{{ '<|' + m.role + '|>\n' + m.content.split('</think>')[-1].strip() }}"
-)
 
 
 def template_of(model):
@@ -81,10 +78,10 @@ KNOWN = {
         "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜><think>\n", "<｜end▁of▁sentence｜>",
         "<｜User｜>So?<｜Assistant｜><think>\n",
     ),
-    "glm 4": Known(
-        GLM + opens("{{ '<|assistant|>\n' }}"),
+    "glm 4.5": Known(
+        template_of("glm4moe"),
         "<sop> <|endoftext|> [gMASK] <|user|> <|assistant|> <|observation|>",
-        "[gMASK]<sop><|user|>\nHi<|assistant|>\n", "<|user|>", "\nSo?<|assistant|>\n",
+        "[gMASK]<sop><|user|>\nHi<|assistant|>", "<|user|>", "\nSo?<|assistant|>",
     ),
 }  # fmt: skip
 
@@ -188,7 +185,7 @@ def test_an_answer_that_an_environment_begins_is_continued(name, prefill, openin
 
 
 def test_another_stop_token_is_replaced_by_that_of_the_template():
-    tokenizer, known = tokenizer_of("glm 4"), KNOWN["glm 4"]
+    tokenizer, known = tokenizer_of("glm 4.5"), KNOWN["glm 4.5"]
     sampled, prompt = second_prompt(tokenizer, "Yes", "<|endoftext|>")
     assert tokenizer.decode(prompt) == known.opening + "Yes" + known.end + known.after
     assert prompt[: len(sampled) - 1] == sampled[:-1]
