@@ -21,7 +21,8 @@ def state():
         "set_num_threads": torch.set_num_threads,
         "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
         "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
-        "environment": dict(os.environ),
+        # but for what torch.compile sets at its first kernel
+        "environment": {k: v for k, v in os.environ.items() if k[:14] != "_TORCHINDUCTOR"},
     }
 
 
