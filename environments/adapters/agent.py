@@ -51,6 +51,7 @@ from environments.plumbing.dataset import Row
 from environments.plumbing.installed import import_library
 from environments.plumbing.options import split_words
 from environments.plumbing.registry import import_attribute, place_of
+from environments.plumbing.tools import read_calls
 from environments.rewarded import draw, load
 
 POLL = 0.5  # seconds that a call waits at most; each look interrupts the sampling
@@ -204,7 +205,7 @@ class AgentProgram(Env):
             self.since = time.monotonic()
         for ask in self.asks:
             if not ask.done.is_set():
-                ask.reply([Choice(response, "stop", [])], 0)
+                ask.reply([_choice(response)], 0)
         if self._wait():
             last = self.asks[0].messages[-1] if self.asks else STILL
             message: Message = {"role": last["role"], "content": last["content"][:MAX_MESSAGE]}
@@ -407,3 +408,11 @@ def _number(value: Any) -> float:
     if not abs(float(value)) <= MAX_REWARD:
         raise ValueError(f"the program returned {value!r:.60}, not within ±{MAX_REWARD:g}")
     return float(value)
+
+
+def _choice(text: str) -> Choice:
+    """A typed answer, with the calls in it."""
+    calls = [(f"call{i}", call.name, json.dumps(call.arguments))
+             for i, call in enumerate(read_calls(text)) if not call.error]  # fmt: skip
+    content = text.partition("<tool_call>")[0].strip() if calls else text
+    return Choice(content, "tool_calls" if calls else "stop", [], calls)
