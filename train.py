@@ -14,7 +14,7 @@ default one.
 The default run has P = 16, G = 8, at most 64 tokens per completion, one gradient step per update
 with a constant learning rate of 5e-5, and no KL. In the only step of an update the policy is still
 the one that sampled, so the policy ratio is 1 and no clip acts: GRPO is then REINFORCE with the
-mean of the group as the baseline, divided by the group's standard deviation.
+mean of the group as the baseline, and advantages divided by the group's standard deviation.
 
 Each sampled token has three log-probs: π_sampler, which the sampler reported; π_old, the trainer's
 before the first gradient step (with a single step it is π, without gradient); and π, which the
@@ -106,7 +106,7 @@ def main(cfg: Config) -> int:
             #    weights sample; with --overlap, in a thread, while the update before trained
             with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
                 sampled, rollouts = run.take_ahead() or collect_rollouts(cfg, run, update)
-            if cfg.overlap and update < cfg.num_updates:  # play_ahead adds the last argument, run
+            if cfg.overlap and update < cfg.num_updates:  # play_ahead adds `run`: the thread's own
                 run.play_ahead(partial(collect_rollouts, cfg, update=update + 1))
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 

@@ -34,7 +34,7 @@ class TokenTensors:
     loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss; by default all
     turn_ids: Tensor = NOT_YET  # int64: the turn of a token; --credit episode: 0 everywhere
     group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of a group have the same number
-    rewards: Tensor = NOT_YET  # a turn's, at its last token; --kl-in reward subtracts each KL
+    rewards: Tensor = NOT_YET  # a turn's, at its last token; --kl-in reward: less KL at every token
     sampler_logprobs: Tensor = NOT_YET  # log-probs that the sampler reported, in nats
     old_logprobs: Tensor = NOT_YET  # of the trainer, before the first gradient step
     ref_logprobs: Tensor = NOT_YET  # under the reference policy

@@ -9,7 +9,7 @@ default the only one, every ratio ρ_t is 1, up to rounding, and nothing is clip
 still has a gradient: that of a term of L is -A_i ∇ log π(x_t), the policy gradient with the sign
 for descent.
 
-The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
+The code also multiplies each token's term by its token weight, by default 1 / number of tokens, and
 by its importance weight, π_old / π_sampler capped at --tis-cap (off_policy.py).
 
 Variants change a few numbers; `--grpo.loss-type` names a set of them (LOSS_TYPES below). The

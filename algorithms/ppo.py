@@ -20,9 +20,9 @@ pass computes values and log-probs; the value loss trains the policy's layers to
 token of an episode V is 0, also where --max-turns, the context length or a limit of the environment
 cut the episode: picoRL does not bootstrap, as these limits are part of the task.
 
---ppo.value-lambda gives the value targets a λ of their own. With 1 they are the returns, which are
-not biased by a value head that is initialized to 0 and still untrained. Together with
---ppo.value-warmup, which trains the value head before the policy, this is VC-PPO
+--ppo.value-lambda gives the value targets a λ of their own. With 1 they are the rewards still to
+come, which are not biased by a value head that is initialized to 0 and still untrained. Together
+with --ppo.value-warmup, which trains the value head before the policy, this is VC-PPO
 (arXiv:2503.01491).
 
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
