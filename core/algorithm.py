@@ -39,7 +39,7 @@ NEEDS = {
     "reward_parts": 'reads the rewards that an environment reports as info["reward_<name>"]',
     "feedback": "learns from what would have been right: Step.feedback, or demonstrate()",
     "observations": "predicts what the environment says between two turns",
-    "no_kl_in_reward": "divides by the spread of the returns, so in a group with equal rewards "
+    "no_kl_in_reward": "divides its advantages, so in a group with equal rewards "
     "the KL alone would decide: --kl-in loss, or --grpo.scale-rewards none",
 }
 
