@@ -58,7 +58,7 @@ def token_logprobs(logits: Tensor, input_ids: Tensor) -> Tensor:
 
 # --- 2. Which tokens the policy sampled ---------------------------------------------------------
 #
-#     Only sampled tokens are trained; everything else is context.
+#     Only sampled tokens are trained; everything else is context. Step 1, not yet shifted:
 #
 #     <user>2+2?<end><assistant> 4<end>  <user>+1?<end><assistant> 5<end>
 #     ────────── context ─────── sampled ───────── context ─────── sampled
@@ -176,8 +176,8 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 # --- 7. An advantage for each token -------------------------------------------------------------
 #
-#     A *value* V_t predicts the rewards that are still to come. If the prediction rises from one
-#     token to the next, that token was good. GAE (generalized advantage estimation):
+#     A *value* V_t predicts, before token t, the rewards that are still to come. If V_t+1 is above
+#     V_t, token t was good. GAE (generalized advantage estimation):
 #
 #     rewards   r_0   r_1   r_2          δ_t = r_t + γ V_t+1 - V_t        V after the last token: 0
 #     values    V_0   V_1   V_2          A_t = δ_t + γ λ A_t+1            from right to left
@@ -185,7 +185,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
-    """Returns the advantage A_t of each token of one finished episode: [N].
+    """Returns the advantage A_t of each sampled token of one rollout: [N].
 
     `rewards`, `values` [N]; `gamma` is the discount factor γ, `lam` the factor λ.
 

@@ -196,13 +196,13 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     missing = [verdicts[n].exercise for n in exercises if n not in written and n != 10]
     if missing:
         raise UsageError(
-            "--algo scratch needs "
+            f"{file.name} needs "
             + " and ".join(f"exercise {e.number} ({e.name})" for e in missing)
-            + " of scratch.py, not written yet; python scratch.py checks what you write"
+            + f", not written yet; python {file.name} checks what you write"
         )
     remarks = [
         f"exercise {n} ({verdicts[n].exercise.name}) is wrong; training with it anyway. Details: "
-        "python scratch.py"
+        f"python {file.name}"
         for n in exercises
         if verdicts[n].state == "wrong"
     ]
