@@ -239,6 +239,22 @@ def test_compare_prints_a_table_and_writes_one_page(tmp_path, monkeypatch, capsy
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_long_title_ends_within_the_picture(tmp_path):
+    curves.draw_curves(tmp_path / "c.png", [evaluated(0, 0.2), *trained(1)], "a long name " * 15)
+    heading = matplotlib.image.imread(tmp_path / "c.png")[:60, :, :3].min(axis=(0, 2))
+    assert heading.min() < 0.5 and heading[-12:].min() == 1.0
+
+
+def test_no_number_of_a_short_run_lies_on_another(tmp_path, monkeypatch):
+    figures, none_right = [], [evaluated(u, 0.0) | trained(u)[0] for u in range(4)]
+    monkeypatch.setattr(curves.plt, "close", figures.append)
+    curves.draw_curves(tmp_path / "c.png", none_right, "a")
+    accuracy, reward = figures[0].axes[:2]
+    assert all(x == int(x) for axis in (accuracy, reward) for x in axis.get_xticks())
+    last = next(text for text in accuracy.texts if text.get_ha() == "right")
+    assert last.get_window_extent().y0 > accuracy.get_window_extent().y0
+
+
 def test_equal_runs_are_all_seen(tmp_path):
     records = [evaluated(update, update / 4) | {"tokens/sampled": 100} for update in range(4)]
     curves.draw_comparison(tmp_path / "c.png", [(str(i), records) for i in range(3)])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from core.faults import Fault
-from environments.plumbing.registry import meanings
+from environments.plumbing.registry import EnvSpec, meanings
 from environments.plumbing.text import one_line
 
 
@@ -23,7 +23,8 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
     from core.run.log import METRICS, read_records
 
     records = read_records(run_dir / METRICS)
-    title = f"{algorithm_title(config)} on {' '.join(config['env'])} · {config['model_id']}"
+    envs = " ".join(EnvSpec(env).short for env in config["env"])
+    title = f"{algorithm_title(config)} on {envs} · {config['model_id']}"
     curves = partial(
         draw_curves, run_dir / "curves.png", records, f"{title} · seed {config['seed']}",
         meanings(config["env"], trust=True),

@@ -41,7 +41,7 @@ def draw_curves(
         figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="none")  # constrained draws twice
         figure.subplots_adjust(left=0.055, right=0.985, top=0.87, bottom=0.075, hspace=0.36,
                                wspace=0.13)  # fmt: skip
-        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, y=0.98, ha="left")
+        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, y=0.98, ha="left", wrap=True)
         _draw_accuracy(axes[0, 0], records)
         _label(axes[0, 1], "Reward per rollout")
         _draw_metric(axes[0, 1], updates, "reward/mean", BLUE)
@@ -98,6 +98,7 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
 def _label(axis: Axes, title: str, x: str = "update") -> None:
     axis.set_title(title, loc="left", fontweight="bold")
     axis.set_xlabel(x)
+    axis.locator_params(axis="x", integer=True)
 
 
 def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
@@ -119,7 +120,8 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
             axis.annotate(f"trivial baseline {trivial:.2f}", (updates[-1], trivial), (0, 4),
                           textcoords="offset points", ha="right", fontsize=9,
                           color=color)  # fmt: skip
-        for i, offset, side in ((0, (10, -3), "left"), (-1, (0, -20), "right")):
+        below = (0, -20) if values[-1] > 0.1 else (0, 8)  # not on the numbers of the axis
+        for i, offset, side in ((0, (10, -3), "left"), (-1, below, "right")):
             axis.annotate(
                 f"{values[i]:.2f}", (updates[i], values[i]), offset, textcoords="offset points",
                 fontsize=14, fontweight="bold", color=color, ha=side,
