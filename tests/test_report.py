@@ -255,6 +255,13 @@ def test_no_number_of_a_short_run_lies_on_another(tmp_path, monkeypatch):
     assert last.get_window_extent().y0 > accuracy.get_window_extent().y0
 
 
+def test_a_panel_names_the_runs_that_it_shows(tmp_path):
+    curves.draw_comparison(tmp_path / "c.png", [("a", [evaluated(0, 0.2)]), ("b", trained(1))])
+    picture = matplotlib.image.imread(tmp_path / "c.png")[:, :, :3]
+    seen = [abs(picture - matplotlib.colors.to_rgb(f"C{i}")).max(axis=2) < 0.02 for i in (0, 1)]
+    assert seen[0].any() and not seen[1].any()
+
+
 def test_equal_runs_are_all_seen(tmp_path):
     records = [evaluated(update, update / 4) | {"tokens/sampled": 100} for update in range(4)]
     curves.draw_comparison(tmp_path / "c.png", [(str(i), records) for i in range(3)])

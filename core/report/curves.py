@@ -77,7 +77,9 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
                          label=f"accuracy {TARGET_ACCURACY:g}; ★: reached")  # fmt: skip
             curves = [accuracy_by_tokens(env, records) for _, records in runs]
             for i, ((name, records), points) in enumerate(zip(runs, curves, strict=True)):
-                tokens, accuracy = zip(*points, strict=True) if points else ((), ())
+                if not points:
+                    continue
+                tokens, accuracy = zip(*points, strict=True)
                 wider = 2.5 * curves[i + 1 :].count(points)  # than equal runs that lie on it
                 look: Any = {"color": f"C{i % 10}", "marker": "o", "markersize": 4 + wider}
                 axis.plot(tokens, accuracy, label=name, linewidth=1.5 + wider, **look)
