@@ -137,3 +137,28 @@ def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, page):
     )
     changes = [b - a for a, b in zip(values["trainer"], values["after"], strict=True)]
     assert lines == ["solid" if change > 0 else "dotted" for change in changes]  # no mere colour
+
+
+def opened(tab, path):
+    """A tab with the page of this path."""
+    page = tab[0]
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-ready]")
+    return page
+
+
+def test_failed_rollouts_are_in_no_baseline_and_no_verdict(tab, tmp_path):
+    rows = [row("train", 1, 0, f"answer {i}", reward) for i, reward in enumerate((1.0, 1.0, 0.0))]
+    rows += [row("train", 1, seed, "x", error="ValueError: broken") for seed in (0, 0, 1)]
+    rows += [row("eval", 0, seed, "x", 0.0) for seed in (5, 6)]
+    rows += [row("eval", 1, 5, "x", 1.0), row("eval", 1, 6, "x", error="ValueError: broken")]
+    metrics = [evaluated(0, 0.0), evaluated(1, 0.5)]
+    page = opened(tab, write_report(write_run(tmp_path / "run", metrics, rows), CONFIG))
+    first, second = (
+        a.locator(".head").first.inner_text() for a in page.locator("#groups article").all()
+    )
+    assert "2 of 3 correct · mean return 0.67 · std 0.58" in first and "2 failed" in first
+    assert "1 failed" in second and "mean" not in second
+    assert "1 went from wrong to correct, 0 from correct to wrong" in page.inner_text("#paired")
+    page.select_option("#change", "")
+    assert "ValueError: broken" in page.inner_text("#pairs")

@@ -198,7 +198,7 @@ def _pack_batch(key: BatchKey, rows: list[Record], chars: int) -> Record:
         info = ", ".join(facts)
         rollout: Record = {
             "return": _number(row["return"]),
-            "correct": _number(row["info"].get("correct")),
+            "correct": None if row.get("error") else _number(row["info"].get("correct")),
             "rewards": [_number(reward) for reward in row["rewards"]],
             "tokens": row["tokens"],
             "messages": _messages(row["messages"][start:], chars),
