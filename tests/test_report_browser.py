@@ -10,6 +10,8 @@ import statistics
 import pytest
 from test_report import CONFIG, evaluated, row, trace, write_report, write_run
 
+from core.report.page import write_page
+
 pytestmark = pytest.mark.browser
 
 UPDATES, GROUPS, ROLLOUTS, TOKENS = 10, 5, 6, 16
@@ -162,3 +164,23 @@ def test_failed_rollouts_are_in_no_baseline_and_no_verdict(tab, tmp_path):
     assert "1 went from wrong to correct, 0 from correct to wrong" in page.inner_text("#paired")
     page.select_option("#change", "")
     assert "ValueError: broken" in page.inner_text("#pairs")
+
+
+def compared(tab, folder, *runs):
+    """A tab with one page about runs, each given as name, metrics, rollouts and settings."""
+    found = [(write_run(folder / name, *records), records[2]) for name, *records in runs]
+    return opened(tab, write_page(folder / "compare.html", found))
+
+
+def with_trivial(record, accuracy):
+    return record | {"eval/adding/trivial": accuracy}
+
+
+def test_texts_of_a_chart_of_several_runs_stand_at_their_lines(tab, tmp_path):
+    long = [with_trivial(evaluated(update, 0.5), 0.25) for update in range(10)]
+    short = [with_trivial(evaluated(update, 0.5), 0.26) for update in range(3)]
+    page = compared(tab, tmp_path, ("a", long, [], CONFIG), ("b", short, [], CONFIG))
+    chart = page.locator("#charts svg").first
+    places = [chart.get_by_text(name, exact=True).bounding_box() for name in ("A", "B")]
+    assert places[0]["y"] == places[1]["y"] and places[0]["x"] > places[1]["x"] + 100
+    assert chart.get_by_text("trivial baseline").count() == 1
