@@ -184,3 +184,19 @@ def test_texts_of_a_chart_of_several_runs_stand_at_their_lines(tab, tmp_path):
     places = [chart.get_by_text(name, exact=True).bounding_box() for name in ("A", "B")]
     assert places[0]["y"] == places[1]["y"] and places[0]["x"] > places[1]["x"] + 100
     assert chart.get_by_text("trivial baseline").count() == 1
+
+
+def test_a_comparison_says_whose_settings_and_which_tasks_it_shows(tab, tmp_path):
+    tasks = [row("eval", 0, 1, "x") | {"env": env} for env in ("adding", "counting")]
+    runs = [
+        (name, [evaluated(0, 0.5)], [task], CONFIG | {"seed": seed})
+        for name, seed, task in zip(("a", "b"), (3, 4), tasks, strict=True)
+    ]
+    page = compared(tab, tmp_path, *runs)
+    page.locator("summary").click()
+    rows = page.locator("details tr")
+    assert rows.first.locator("th").all_inner_texts() == ["", "A a", "B b"]
+    assert rows.last.locator("td").all_inner_texts() == ["3", "4"]
+    assert "No evaluation" not in page.inner_text("#paired")
+    page.select_option("#right", "0")
+    assert page.locator("#pairs article").count() == 1
