@@ -180,7 +180,7 @@ def test_texts_of_a_chart_of_several_runs_stand_at_their_lines(tab, tmp_path):
     long = [with_trivial(evaluated(update, 0.5), 0.25) for update in range(10)]
     short = [with_trivial(evaluated(update, 0.5), 0.26) for update in range(3)]
     page = compared(tab, tmp_path, ("a", long, [], CONFIG), ("b", short, [], CONFIG))
-    chart = page.locator("#charts svg").first
+    chart = page.locator("#charts svg[role=img]").first
     places = [chart.get_by_text(name, exact=True).bounding_box() for name in ("A", "B")]
     assert places[0]["y"] == places[1]["y"] and places[0]["x"] > places[1]["x"] + 100
     assert chart.get_by_text("trivial baseline").count() == 1
@@ -200,3 +200,15 @@ def test_a_comparison_says_whose_settings_and_which_tasks_it_shows(tab, tmp_path
     assert "No evaluation" not in page.inner_text("#paired")
     page.select_option("#right", "0")
     assert page.locator("#pairs article").count() == 1
+
+
+def test_each_line_of_held_out_accuracy_has_a_name(tab, tmp_path):
+    metrics = [evaluated(update, 0.5) | {"info/accuracy": 9.0} for update in (0, 1)]
+    for record in metrics:
+        record |= {k.replace("adding", "counting"): v for k, v in record.items()}
+    card = opened(tab, write_report(write_run(tmp_path, metrics), CONFIG)).locator(".card").first
+    keys = card.locator("output span")
+    assert [text.split()[0] for text in keys.all_inner_texts()] == ["adding", "counting"]
+    dashes = "all => all.map(path => path.getAttribute('stroke-dasharray'))"
+    drawn = card.locator("svg[role=img] path[stroke]").evaluate_all(dashes)
+    assert drawn == keys.locator("path").evaluate_all(dashes) and drawn[0] != drawn[1]
