@@ -255,6 +255,19 @@ def test_no_number_of_a_short_run_lies_on_another(tmp_path, monkeypatch):
     assert last.get_window_extent().y0 > accuracy.get_window_extent().y0
 
 
+def test_a_flag_that_is_always_true_where_it_is_reported_has_no_chart(tmp_path, monkeypatch):
+    flag = {"info/invalid": 1.0, "reported/invalid": 3, "policy/entropy": 0.5}
+    invalid, speed = [trained(1)[0] | flag], [trained(1)[0] | flag | {"info/speed": 1.0}]
+    assert report_data(tmp_path / "a", speed)["reported"] == ["info/speed"]
+    figures = []
+    monkeypatch.setattr(curves.plt, "close", figures.append)
+    for records in (invalid, speed):
+        curves.draw_curves(tmp_path / "c.png", records, "a")
+    panels = [figure.axes[3] for figure in figures]
+    assert [[*panel.lines[0].get_ydata()] for panel in panels] == [[0.5], [1.0]]
+    assert panels[1].get_title(loc="left") == "Speed"
+
+
 def test_a_panel_names_the_runs_that_it_shows(tmp_path):
     curves.draw_comparison(tmp_path / "c.png", [("a", [evaluated(0, 0.2)]), ("b", trained(1))])
     picture = matplotlib.image.imread(tmp_path / "c.png")[:, :, :3]

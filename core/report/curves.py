@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # draws to files, so needs no window system
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from core.report.summary import TARGET_ACCURACY, accuracy_by_tokens, logged_warnings
+from core.report.summary import TARGET_ACCURACY, accuracy_by_tokens, logged_warnings, reported
 from core.results import before_after
 from core.run.files import published
 from core.run.log import Record
@@ -32,11 +32,11 @@ def draw_curves(
     path: Path, records: list[Record], title: str, meanings: Mapping[str, str] | None = None
 ) -> None:
     """Draws accuracy, reward, completion length and a fourth panel: the metrics of the environment
-    (info/*) or else the loss of the warm start. Thin vertical lines mark warnings. The file is
-    replaced as a whole. `meanings`: what info/* are, by their key."""
+    (info/*), or else the loss of the warm start, or the entropy. Thin vertical lines mark warnings.
+    The file is replaced as a whole. `meanings`: what info/* are, by their key."""
     updates = [r for r in records if "update" in r and "reward/mean" in r]
     warm_start = [r for r in records if "sft_step" in r and "sft/loss" in r]
-    info = sorted({k for r in updates for k in r if k.startswith("info/")})
+    info = reported(updates)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="none")  # constrained draws twice
         figure.subplots_adjust(left=0.055, right=0.985, top=0.87, bottom=0.075, hspace=0.36,
@@ -53,7 +53,10 @@ def draw_curves(
             steps, losses = ([r[key] for r in warm_start] for key in ("sft_step", "sft/loss"))
             axes[1, 1].plot(steps, losses, color=PURPLE)
             _label(axes[1, 1], "Warm start: loss, nats per token", "step")
-        _mark_warnings(list(axes.flat)[: 4 if info else 3], records)
+        else:
+            _label(axes[1, 1], "Entropy, nats per token")
+            _draw_metric(axes[1, 1], updates, "policy/entropy", PURPLE)
+        _mark_warnings(list(axes.flat)[: 3 if warm_start and not info else 4], records)
         with published(path) as part:
             figure.savefig(part, dpi=110, format="png")
         plt.close(figure)

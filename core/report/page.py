@@ -21,6 +21,7 @@ from core.report.summary import (
     minutes,
     num_updates,
     repeat_command,
+    reported,
     sampled_tokens,
     tokens_to_target,
 )
@@ -135,6 +136,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
             for name, updates, message in logged_warnings(records)
         ],
         "curves": _curves(records),
+        "reported": reported(records),
         "meanings": meanings(config["env"]),
         "held_out": config.get("eval_num_tasks", 0) * len(config.get("eval_env") or config["env"]),
     }

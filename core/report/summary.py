@@ -108,6 +108,19 @@ def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
     return list(warnings.values())
 
 
+def reported(records: list[Record]) -> list[str]:
+    """Returns the info/* of a run, but for flags that only those rollouts report for which they are
+    True: the mean of these is always 1.
+
+    >>> reported([{"info/invalid": 1.0, "reported/invalid": 3, "info/right": 1.0}])
+    ['info/right']
+    """
+    names = {name for record in records for name in record}
+    flags = {name for name in names if name.replace("info/", "reported/") in names
+             and all(record.get(name, 1.0) == 1.0 for record in records)}  # fmt: skip
+    return sorted(name for name in names - flags if name.startswith("info/"))
+
+
 def num_updates(records: list[Record]) -> int:
     """Returns the number of the last update; 0 before the first."""
     return max((record["update"] for record in records if "update" in record), default=0)
