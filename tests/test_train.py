@@ -1,5 +1,6 @@
 """Whole runs of a few small updates: files, repetition, resuming, skipped updates."""
 
+import collections
 import contextlib
 import itertools
 import json
@@ -284,3 +285,12 @@ def test_a_model_that_moved_is_resumed_from_its_new_place_and_a_change_is_record
     assert (saved["model_id"], saved["lr"]) == ("./moved", 0.001)
     changed = metrics_of("runs/a")[-1]["warnings"]["changed_settings"]
     assert changed == "model_id ./model -> ./moved, lr 1e-06 -> 0.001"
+
+
+def test_held_out_answers_of_every_environment_are_kept(command):
+    envs = "letter_counting reverse tic_tac_toe:opponent=self".split()
+    flags = [*SMALL, "--sft-steps", "0", "--num-updates", "0", "--eval-num-tasks", "9"]
+    assert command(*flags, "--env", *envs, "--run-name", "a")[0] == 0
+    rows = map(json.loads, Path("runs/a/rollouts.jsonl").read_text().splitlines())
+    kept = collections.Counter(row["env"] for row in rows if row.get("kind") == "eval")
+    assert kept == dict.fromkeys(envs, 8)

@@ -23,7 +23,7 @@ from core.tasks import Task, eval_tasks, held_out_envs
 from core.types import Rollout
 from environments import rewarded
 
-LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
+LOGGED_ROLLOUTS = 8  # of each environment, in rollouts.jsonl; all with --sampler openai
 
 
 @dataclass
@@ -54,8 +54,11 @@ class Evaluator:
         greedy = SamplingParams(cfg.max_tokens, temperature=0.0)
         rollouts = self._play(held_out, greedy)
         stopped = on_server and self.interrupt.requested
-        logged = rollouts if on_server else rollouts[:LOGGED_ROLLOUTS]
-        self.run_log.log_rollouts("eval", update, logged)
+        of_env = {
+            env: [r for r in rollouts if r.env == env] for env in {r.env: 0 for r in rollouts}
+        }
+        logged = [r for own in of_env.values() for r in own[:LOGGED_ROLLOUTS]]
+        self.run_log.log_rollouts("eval", update, rollouts if on_server else logged)
         if not stopped:
             drop_failed(rollouts, say)  # warns; raises if over half failed
         results, counted = evaluation.accuracy_metrics(rollouts), evaluation.played(rollouts)
