@@ -55,6 +55,14 @@ def test_noise_is_called_noise_and_a_flat_reward_is_explained():
     assert "in 75% of the groups" in reward and "norm of 0.3. The loss of 0.001 says" in reward
 
 
+def test_one_task_is_not_answered_with_more_of_them():
+    """A greedy player meets one course of a game without chance, whatever --eval-num-tasks."""
+    rows = [{"update": 0} | evaluation(0.0), update(1) | evaluation(1.0, p=1.0)]
+    assert "--eval-num-tasks" in shown(rows)[0]
+    rows[-1]["eval/sums/tasks"] = 1
+    assert "--eval-num-tasks" not in shown(rows)[0]
+
+
 def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_left_out():
     def records(lag):
         rows = [update(n, **{"gap/canary": lag, "kl/approx": 0.2}) for n in range(1, 9)]
@@ -111,5 +119,11 @@ def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch,
     Path("a/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert doctor.main(["a"]) == 0
     assert capsys.readouterr().out.startswith("Nothing is right yet: accuracy on held-out tasks of")
+    Path("b").mkdir()
+    Path("b/config.yaml").write_text("lr: 1e-5\n")
+    Path("b/metrics.jsonl").write_text(json.dumps(update(1)) + "\n")
+    assert doctor.main(["b"]) == 0 and capsys.readouterr().out
+    assert doctor.main(["a", "b"]) == 0
+    assert [line[:3] for line in capsys.readouterr().out.splitlines()] == ["a: ", "b: "]
     assert doctor.main(["none"]) == 2 and "none" in capsys.readouterr().err
     assert doctor.main([]) == 2

@@ -114,8 +114,9 @@ def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> l
             if low is not None:
                 text += f", with a 95% interval from {low:.2f} to {high:.2f}"
             if tasks:
-                text += f" on {tasks} tasks"
-            step = f"more tasks per evaluation (--eval-num-tasks); {step}"
+                text += f" on {tasks} " + ("tasks" if tasks > 1 else "task")
+            if tasks != 1:  # a game without chance, of which greedy players know one course
+                step = f"more tasks per evaluation (--eval-num-tasks); {step}"
         found.append(Finding(text, "Held-out accuracy", step))
     return found
 
@@ -224,8 +225,11 @@ def main(args: list[str]) -> int:
             raise UsageError("name the folder of a run: python -m core.report.doctor runs/a")
         for folder in map(Path, folders):
             config = read_settings(folder / "config.yaml")
-            for line in lines(folder, config, read_records(folder / METRICS)):
-                print(line)
+            records = read_records(folder / METRICS)
+            nothing = (f"Nothing stands out in {num_updates(records)} updates. Two evaluations "
+                       "show whether it learns (--eval-num-tasks, --eval-every)")  # fmt: skip
+            for line in lines(folder, config, records) or [nothing]:
+                print(f"{folder}: {line}" if len(folders) > 1 else line)
         return 0
 
     return cli.run(show, args, lambda given: given, "core.report.doctor")
