@@ -94,6 +94,18 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     ]
 
 
+def test_the_answer_shown_is_the_policys_to_the_question(tmp_path):
+    """Neither a tool's result nor the environment's last word."""
+    said = [("system", "s"), ("user", "1 + 1?"), ("assistant", "call"), ("tool", "67"),
+            ("assistant", "<b>2"), ("user", "You lost.")]  # fmt: skip
+    messages = [{"role": role, "content": text} for role, text in said]
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"kind": "train", "messages": messages}))
+    records = [update(n, 0.0, **{"reward/min": 0.0, "reward/max": 0.0}) for n in range(1, 4)]
+    records[-1]["warnings"] = {"no_reward": "no rollout has earned a reward; try other tasks"}
+    (line,) = map(str, doctor.findings(tmp_path, {}, records))
+    assert "answer was '<b>2', to '1 + 1?' (report" in line
+
+
 def test_training_tasks_known_by_heart_are_named():
     rows = [{"update": 0} | evaluation(0.3),
             *(update(n, **{"reward/correct": 0.9}) for n in range(1, 9))]  # fmt: skip

@@ -77,12 +77,17 @@ def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[F
 
 
 def _example(run_dir: Path) -> str:
-    """The first answer of training, whose reward a reader can judge, and its row in the data."""
+    """The first answer of training, whose reward a reader can judge, and its row in the data. Of an
+    episode with several it is the last one; the environment may speak after it."""
     for rollout in iter_records(run_dir / ROLLOUTS):
-        if rollout.get("kind") == "train" and len(rollout.get("messages", [])) > 1:
-            asked, answer = (
-                printable(str(m.get("content")))[:200] for m in rollout["messages"][-2:]
-            )
+        question = asked = answer = ""
+        for message in rollout.get("messages", []) if rollout.get("kind") == "train" else []:
+            text = printable(str(message.get("content")))[:200]
+            if message["role"] == "assistant":
+                asked, answer = question, text
+            elif message["role"] == "user":
+                question = text
+        if asked:
             place = f" ({row})" if (row := rollout.get("info", {}).get("row")) else ""
             return f". The first answer was {answer!r}, to {asked!r}{place}"
     return ""
