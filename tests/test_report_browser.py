@@ -221,3 +221,16 @@ def test_numbers_are_rounded_as_in_the_findings(tab, tmp_path):
     for digits in (0, 1, 2, 4):
         shown = page.evaluate("([all, n]) => all.map(x => fixed(x, n))", [values, digits])
         assert shown == [f"{x:z.{digits}f}" for x in values]
+
+
+def test_a_run_is_chosen_while_a_filter_leaves_nothing_of_it(tab, tmp_path):
+    rows = [row("train", 1, 0, f"answer {i}", float(i)) for i in range(2)]
+    rows += [row("eval", 0, 1, "x", agent=agent) for agent in ("white", "black")]
+    page = compared(tab, tmp_path, *((name, [evaluated(0, 0.5)], rows, CONFIG) for name in "ab"))
+    assert ", 1 shown" in page.inner_text("#paired")  # of one task, both agents
+    page.fill("#search", "nowhere")
+    page.select_option("#run", "1")
+    assert page.inner_text("#count") == "0 groups, 0 rollouts"
+    page.fill("#search", "answer 1")
+    page.select_option("#run", "0")
+    assert page.locator("section.open").count() == 1
