@@ -236,8 +236,7 @@ class _Worker(threading.Thread):
                 return None
             self.given_up = True
             if not self.threads.own:
-                ident, error = ctypes.c_ulong(self.ident or 0), ctypes.py_object(Overdue)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+                interrupt(self.ident or 0)
             return key
         return None
 
@@ -254,6 +253,12 @@ def in_thread(function: Callable[[], T], name: str | None = None) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def interrupt(ident: int) -> None:
+    """Raises Overdue in the thread with this ident when it next runs Python code."""
+    error = ctypes.py_object(Overdue)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), error)
 
 
 def generators() -> tuple[Any, ...]:
