@@ -239,7 +239,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
-        with run.display.phase("rollouts", cfg.max_tokens, unit="tokens") as phase, run.sampler:
+        with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
             on_progress = phase.tick_and(run.interrupt.check_alone)
             if attempt == 0:
                 run.compare_weights()  # the sampler's with the policy's: logs gap/canary

@@ -96,7 +96,7 @@ class Evaluator:
     def _play(self, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
         """One rollout per task and agent."""
         with (
-            self.display.phase("evaluation", params.max_tokens, unit="tokens") as phase,
+            self.display.phase("evaluation", params.max_tokens) as phase,
             self.sampler,
         ):
 
