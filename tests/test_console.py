@@ -82,16 +82,28 @@ def test_the_screen_says_how_far_the_run_is_and_for_how_long(monkeypatch):
     monkeypatch.setattr("core.run.console.time.monotonic", lambda: clock[0])
     with Display("x", console, num_updates=5) as display:
         display.progress.get_time = lambda: clock[0]
-        with display.phase("rollouts", 4, unit="tokens") as phase:
+        with display.phase("rollouts", 4) as phase:
             for clock[0] in (0.0, 30.0, 60.0):
                 phase.advance()
             shown = [str(line) for line in console.render_lines(display.progress)]
-            assert "30 s left" in str(shown) and "3/4" in str(shown) and "tokens" in str(shown)
+            assert "30 s left" in str(shown) and "3/4" in str(shown) and "steps" in str(shown)
             phase.advance()
         assert "took 1 min 0 s" in str(console.render_lines(display.progress))
         for update, clock[0] in enumerate((100.0, 105.0, 110.0), 1):
             display.update(update, RECORD, [])
         assert "update 3 of 5, about 10 s left" in str(console.render_lines(display._render()))
+
+
+def test_the_screen_says_how_many_rollouts_report_a_metric(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Display("x", console) as display:
+        for update, (value, of) in enumerate(((1.0, 2), (2.0, 3)), 1):
+            record = RECORD | {"info/calls": value, "reported/calls": of}
+            display.update(update, record, [])
+        assert "1.00 → 2.00 of 3" in str(console.render_lines(display._render()))
+        display.update(3, RECORD, [])
+        assert "1.00 → -" in str(console.render_lines(display._render()))
 
 
 def test_a_terminal_breaks_lines_between_words_but_no_command(monkeypatch):

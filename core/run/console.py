@@ -51,6 +51,7 @@ class Display:
         self.meanings = meanings or {}
         self.num_updates = num_updates
         self.updates_done: list[tuple[int, float]] = []  # the update, and the time at its end
+        self.cells: dict[str, str] = {}  # what the last update shows of each metric; "-": nothing
         self.widths: dict[str, int] = {}  # of the columns of a plain line
         self.completion: RenderableType = ""
         self.progress = progress.Progress(
@@ -105,6 +106,7 @@ class Display:
             if name not in self.history and f"reported/{label}" in record:
                 self.say(f'{label} ".. of n": the mean over the n rollouts that report it')
             self.history.setdefault(name, []).append(record[name])
+        self.cells = {name: self._cell(name, record) for name in self.history}
         if self.plain:
             self._say_metrics(update, record)
         if record.get("update/skipped") and record.get("grad/norm", 0.0) != 0.0:
@@ -118,13 +120,9 @@ class Display:
         Metrics of the environment without room in it follow with their labels.
         """
         seconds = record["time/rollout_s"] + record["time/train_s"]
-        labels, cells = {"": "update"}, {"": str(update)}
-        for name in self.history:
-            labels[name], spec, _ = self._look(name)
-            reported = record.get(f"reported/{name.removeprefix('info/')}")
-            few = f" of {reported}" if reported else ""
-            cells[name] = f"{record[name]:{spec}}{few}" if name in record else "-"
-        labels["time"], cells["time"] = "time", f"{seconds:.1f} s"
+        labels = {"": "update", **{name: self._look(name)[0] for name in self.history}}
+        labels["time"] = "time"
+        cells = {"": str(update), **self.cells, "time": f"{seconds:.1f} s"}
         before, rest = list(self.widths), list[str]()
         self.widths = {
             name: max(self.widths.get(name, 0), len(labels[name]), len(cell))
@@ -139,6 +137,13 @@ class Display:
         for line in textwrap.wrap("  ".join(rest), WIDTH - 8):
             self.say(f"{'':8}{line}")
 
+    def _cell(self, name: str, record: dict[str, Any]) -> str:
+        """The value of a metric, and how many rollouts report it if not all do."""
+        if name not in record:
+            return "-"
+        reported = record.get(f"reported/{name.removeprefix('info/')}")
+        return f"{record[name]:{self._look(name)[1]}}{f' of {reported}' if reported else ''}"
+
     def _look(self, name: str) -> tuple[str, str, str]:
         """Label, format and meaning of a metric."""
         key = name.removeprefix("info/")
@@ -150,7 +155,7 @@ class Display:
             label, spec, _ = self._look(name)
             bars = Text(sparkline(values, 40), style="green" if "reward" in name else "cyan")
             table.add_row(
-                Text(printable(label)), bars, Text(f"{values[0]:{spec}} → {values[-1]:{spec}}")
+                Text(printable(label)), bars, Text(f"{values[0]:{spec}} → {self.cells[name]}")
             )
         metrics = Panel(table, title=self._progress(), title_align="left") if self.history else ""
         return Group(Text(self.title, style="bold"), self.progress, metrics, self.completion)
