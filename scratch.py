@@ -85,7 +85,7 @@ def completion_mask(turns: list[tuple[list[int], list[int]]]) -> Tensor:
 #
 #     Eight rollouts of one task. Those above the mean become likelier, those below less likely:
 #
-#     How many r in "cherry"?     0   1   1   0   0   0   1   0      mean 3/8
+#     How many r in "parrot"?     0   1   1   0   0   0   1   0      mean 3/8
 #                                 ↓   ↑   ↑   ↓   ↓   ↓   ↑   ↓
 
 

@@ -18,9 +18,9 @@ GREEN, RED, GREY, INK, PAPER, BLUE = (
     "#2f6db5",
 )
 ROLLOUTS = [  # completion, reward, advantage: (reward - mean) / standard deviation of the group
-    ("c h e r1 r2 y <answer>2</answer>", 1.0, 0.87),
+    ("p a r1 r2 o t <answer>2</answer>", 1.0, 0.87),
     ("<answer>3</answer>", 0.1, -0.87),
-    ("c h e r1 r2 y <answer>2</answer>", 1.0, 0.87),
+    ("p a r1 r2 o t <answer>2</answer>", 1.0, 0.87),
     ("<answer>1</answer>", 0.1, -0.87),
 ]
 STEPS = [  # left edge, width, title, what the step does
@@ -41,7 +41,7 @@ def main() -> None:
         box(axis, left, 1.85, width, 4.15)
         axis.text(left + 0.15, 5.72, title, fontsize=14, fontweight="bold", color=INK, va="center")
         axis.text(left + 0.15, 5.42, text, fontsize=11, color=GREY, va="top", linespacing=1.3)
-    axis.text(0.35, 3.6, 'How many r in\n"cherry"?', fontsize=13, color=INK, va="center",
+    axis.text(0.35, 3.6, 'How many r in\n"parrot"?', fontsize=13, color=INK, va="center",
               linespacing=1.5)  # fmt: skip
     for row, rollout in enumerate(ROLLOUTS):
         draw_rollout(axis, 4.5 - 0.68 * row, *rollout)
