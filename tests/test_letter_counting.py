@@ -1,14 +1,12 @@
 """Letter counting: the tiers, the reward table and the demonstrations."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from environments.letter_counting import LetterCounting, score
-from environments.letter_words import CODAS, ONSETS, TIERS, VOWELS
+from environments.letter_words import TIERS
 
-ROOT = Path(__file__).parent.parent
 QUESTION = re.compile(r'How many ([a-z, ]+) in "([a-z]+)"\?')
 
 
@@ -48,11 +46,3 @@ ONE, TWO = {"r": 3}, {"r": 3, "s": 0}
 ])  # fmt: skip
 def test_score_follows_the_reward_table(response, counts, reward):
     assert score(response, counts) == pytest.approx(reward, abs=1e-9)
-
-
-@pytest.mark.parametrize("page", ["README.md", "scratch.py", "core/extras/chat.py", "runs/loop.py"])
-def test_the_pages_ask_for_words_that_the_task_has(page):
-    """A trained policy spells only letters that it has seen in words: no word has a y."""
-    known = {*"".join([*ONSETS, *VOWELS, *CODAS])}
-    words = re.findall(r'How many \w in(?: |\\n)"(\w+)"', (ROOT / page).read_text("utf-8"))
-    assert words and all(known >= {*word} for word in words)

@@ -4,8 +4,7 @@
     python -m core.chat runs/mine --before         # the model before training answers first
     python -m core.chat Qwen/Qwen3-0.6B --temperature 0.7
     python -m core.chat runs/mine --web            # in the browser: play beside it, or talk to it
-    echo 'How many r in "parrot"? Work it out, then end with <answer>number</answer>.' |
-        python -m core.chat runs/mine              # prints only the answer
+    cat question.txt | python -m core.chat runs/mine      # prints only the answer
 
 A finished run answers with the weights of its model/, any other run with its newest intact
 checkpoint; its folder is only read. A conversation is one agent of core/episodes.py, so it keeps

@@ -54,10 +54,11 @@ class Evaluator:
         greedy = SamplingParams(cfg.max_tokens, temperature=0.0)
         rollouts = self._play(held_out, greedy)
         stopped = on_server and self.interrupt.requested
-        of_env = {
-            env: [r for r in rollouts if r.env == env] for env in {r.env: 0 for r in rollouts}
-        }
-        logged = [r for own in of_env.values() for r in own[:LOGGED_ROLLOUTS]]
+        logged = [
+            rollout
+            for env in dict.fromkeys(rollout.env for rollout in rollouts)
+            for rollout in [r for r in rollouts if r.env == env][:LOGGED_ROLLOUTS]
+        ]
         self.run_log.log_rollouts("eval", update, rollouts if on_server else logged)
         if not stopped:
             drop_failed(rollouts, say)  # warns; raises if over half failed
