@@ -196,7 +196,7 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     missing = [verdicts[n].exercise for n in exercises if n not in written and n != 10]
     if missing:
         raise UsageError(
-            f"{file.name} needs "
+            f"--algo {Path(cfg.algo).name} needs "
             + " and ".join(f"exercise {e.number} ({e.name})" for e in missing)
             + f", not written yet; python {file.name} checks what you write"
         )
