@@ -239,6 +239,13 @@ def test_compare_prints_a_table_and_writes_one_page(tmp_path, monkeypatch, capsy
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_folder_in_which_one_stands_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "here", trained(1)))
+    assert compare.main(["."]) == 0
+    (run,) = data_of(tmp_path / "compare.html")
+    assert run["name"] == "here" and str(tmp_path / "here") in run["command"]
+
+
 def test_a_long_title_ends_within_the_picture(tmp_path):
     curves.draw_curves(tmp_path / "c.png", [evaluated(0, 0.2), *trained(1)], "a long name " * 15)
     heading = matplotlib.image.imread(tmp_path / "c.png")[:60, :, :3].min(axis=(0, 2))

@@ -112,7 +112,7 @@ def print_table(console: Console, headers: list[str], rows: list[list[str]]) -> 
 def matching(run: Path) -> list[Path]:
     """The runs that a pattern such as runs/* stands for, which PowerShell does not expand."""
     if run.exists():
-        return [run]
+        return [run if run.name.strip(".") else run.resolve()]  # "." has no name to show
     found = map(Path, sorted(glob.glob(str(run))))
     return [folder for folder in found if (folder / "config.yaml").exists()] or [run]
 

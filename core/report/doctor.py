@@ -231,7 +231,7 @@ def main(args: list[str]) -> int:
         for folder in map(Path, folders):
             config = read_settings(folder / "config.yaml")
             records = read_records(folder / METRICS)
-            nothing = (f"Nothing stands out in {num_updates(records)} updates. Two evaluations "
+            nothing = (f"Nothing stands out up to update {num_updates(records)}. Two evaluations "
                        "show whether it learns (--eval-num-tasks, --eval-every)")  # fmt: skip
             for line in lines(folder, config, records) or [nothing]:
                 print(f"{folder}: {line}" if len(folders) > 1 else line)
