@@ -262,6 +262,16 @@ def test_no_number_of_a_short_run_lies_on_another(tmp_path, monkeypatch):
     assert last.get_window_extent().y0 > accuracy.get_window_extent().y0
 
 
+def test_a_short_run_has_its_own_numbers_once(tmp_path, monkeypatch):
+    figures, rewards = [], [0.1, 0.4, 0.7]
+    monkeypatch.setattr(curves.plt, "close", figures.append)
+    updates = [{"update": i, "reward/mean": reward} for i, reward in enumerate(rewards, 1)]
+    curves.draw_curves(tmp_path / "c.png", [evaluated(0, 0.2), *updates], "a")
+    accuracy, reward = figures[0].axes[:2]
+    assert [text.get_text() for text in accuracy.texts] == ["0.20"]
+    assert all([*line.get_ydata()] == rewards for line in reward.lines)
+
+
 def test_a_flag_that_is_always_true_where_it_is_reported_has_no_chart(tmp_path, monkeypatch):
     flag = {"info/invalid": 1.0, "reported/invalid": 3, "policy/entropy": 0.5}
     invalid, speed = [trained(1)[0] | flag], [trained(1)[0] | flag | {"info/speed": 1.0}]

@@ -126,7 +126,7 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
                           textcoords="offset points", ha="right", fontsize=9,
                           color=color)  # fmt: skip
         below = (0, -20) if values[-1] > 0.1 else (0, 8)  # not on the numbers of the axis
-        for i, offset, side in ((0, (10, -3), "left"), (-1, below, "right")):
+        for i, offset, side in ((0, (10, -3), "left"), (-1, below, "right"))[: len(values)]:
             axis.annotate(
                 f"{values[i]:.2f}", (updates[i], values[i]), offset, textcoords="offset points",
                 fontsize=14, fontweight="bold", color=color, ha=side,
@@ -177,5 +177,7 @@ def _mark_warnings(panels: list[Axes], records: list[Record]) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
+    if len(values) <= 2 * SMOOTHING:  # nearly each window would hold all values
+        return [*values]
     windows = (values[max(0, i - SMOOTHING) : i + SMOOTHING + 1] for i in range(len(values)))
     return [statistics.fmean(window) for window in windows]
