@@ -234,3 +234,16 @@ def test_a_run_is_chosen_while_a_filter_leaves_nothing_of_it(tab, tmp_path):
     page.fill("#search", "answer 1")
     page.select_option("#run", "0")
     assert page.locator("section.open").count() == 1
+
+
+def test_runs_are_compared_on_each_environment_in_a_chart_of_its_own(tab, tmp_path):
+    both = evaluated(0, 0.5)
+    both |= {k.replace("adding", "counting"): v for k, v in both.items()}
+    page = compared(
+        tab, tmp_path, ("a", [both], [], CONFIG), ("b", [evaluated(0, 0.5)], [], CONFIG)
+    )
+    charts = page.locator("#charts .card")
+    names = [charts.nth(i).locator("h3").inner_text() for i in range(2)]
+    assert ["adding" in names[0], "counting" in names[1]] == [True, True]
+    lines = [charts.nth(i).locator("svg[role=img] path[stroke]").count() for i in range(2)]
+    assert lines == [2, 1]
