@@ -8,7 +8,7 @@ import random
 import statistics
 
 import pytest
-from test_report import CONFIG, evaluated, row, trace, write_report, write_run
+from test_report import CONFIG, evaluated, row, trace, trained, write_report, write_run
 
 from core.report.page import write_page
 
@@ -247,3 +247,15 @@ def test_runs_are_compared_on_each_environment_in_a_chart_of_its_own(tab, tmp_pa
     assert ["adding" in names[0], "counting" in names[1]] == [True, True]
     lines = [charts.nth(i).locator("svg[role=img] path[stroke]").count() for i in range(2)]
     assert lines == [2, 1]
+
+
+@pytest.mark.parametrize("width", [390, 900])
+def test_the_numbers_of_a_chosen_token_stay_in_sight_in_a_narrow_window(tab, tmp_path, width):
+    long = trace(["word "] * 2000, *[[-0.5] * 2000] * 4)
+    rows = [row("train", 1, 0, "x", float(i), token_traces=[long]) for i in range(2)]
+    page = opened(tab, write_report(write_run(tmp_path, trained(1), rows), CONFIG))
+    page.set_viewport_size({"width": width, "height": 800})
+    page.locator("[role=option]").nth(9).click()
+    box = page.locator(".inspector").bounding_box()
+    assert box["y"] > 0 and box["y"] + box["height"] <= 800
+    assert "token 10 of 2000" in page.inner_text(".inspector")
