@@ -8,7 +8,7 @@ import yaml
 
 from core.faults import UsageError
 from core.report import compare
-from core.report.board import board
+from core.report.board import board, boards
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "runs/base/model", "seed": 0,
           "sft_steps": 0, "eval_num_tasks": 256, "max_sampled_tokens": 300}  # fmt: skip
@@ -107,6 +107,21 @@ def test_the_terms_are_those_of_the_runs_that_set_a_budget():
     _, rows, left_out = board([*first, base, *contest])
     assert ranks(rows) == [("1", "bob"), ("2", "alice")]
     assert left_out[0] == "Not on this board: grpo-0, grpo-1, grpo-2: from tiny, not base"
+
+
+def test_each_environment_with_a_budget_has_a_board():
+    """Of the end of scratch.py and of the contest, in the folder of one participant."""
+    words = [evaluated(0, 0.4, env="words"), evaluated(1, 0.9, env="words")]
+    first = [(Path(name), CONFIG | {"max_sampled_tokens": 100}, words) for name in ("mine", "ours")]
+    base = run("base", 0.2, max_sampled_tokens=0)
+    base[2][0] = evaluated(0, 0.2, env="pairs")
+    of_words, of_adding = boards([run("alice", 0, 0.5), base, *first])
+    assert [of_words[0][:5], of_adding[0][:6]] == ["words", "adding"]
+    assert [ranks(rows) for _, rows, _ in (of_words, of_adding)] == [
+        [("1", "mine"), ("1", "ours")], [("1", "alice")]
+    ]  # fmt: skip
+    assert of_words[2] == ["Not on this board: base: evaluated on pairs, not words"]
+    assert of_adding[2] == []
 
 
 def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):

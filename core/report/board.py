@@ -2,6 +2,7 @@
 
     python -m core.report.compare --board "runs/*"
 
+There is a board for each environment that runs with a budget are evaluated on: the course has two.
 The runs of a board start from the same model and are evaluated on the same held-out tasks. A run
 counts with its last evaluation within the budget, the tokens of --max-sampled-tokens. Such a run
 ends after the update that reaches them, so it may exceed them by a twentieth.
@@ -14,6 +15,7 @@ with another seed, a run differs by more.
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,25 @@ TOLERANCE = 1.05  # of the budget
 HEADERS = ["rank", "run", "algorithm", "held-out accuracy [95%]", "sampled tokens", "minutes"]
 Terms = tuple[tuple[str, Any], ...]  # what each is called, and its value
 NOT_EVALUATED = ("evaluated on", "nothing")
+Run = tuple[Path, dict[str, Any], list[Record]]  # folder, settings and metrics
 
 
-def board(
-    runs: list[tuple[Path, dict[str, Any], list[Record]]],
-) -> tuple[str, list[list[str]], list[str]]:
+def boards(runs: list[Run]) -> Iterator[tuple[str, list[list[str]], list[str]]]:
+    """Yields the board of each environment that runs with a budget are evaluated on, that of most
+    first; it says of the runs of no board why they are not on it."""
+    env_of = {folder: terms_of(config, records)[0] for folder, config, records in runs}
+    budgeted = [env_of[folder] for folder, config, _ in runs if config["max_sampled_tokens"]]
+    envs = [env for env, _ in Counter(budgeted).most_common() if env != NOT_EVALUATED]
+    for i, env in enumerate(envs or [NOT_EVALUATED]):
+        its = [env, *({*env_of.values()} - {*envs} if i == 0 else ())]
+        yield board([run for run in runs if env_of[run[0]] in its])
+
+
+def board(runs: list[Run]) -> tuple[str, list[list[str]], list[str]]:
     """Returns the terms, a row as in HEADERS for each run, best first, and lines: why runs are not
     on the board, or not with their last evaluation.
 
-    `runs`: folder, settings and metrics of each. The terms and the budget are those of most runs
+    The terms and the budget are those of most runs
     that set --max-sampled-tokens; a room has others too. Raises UsageError if there is none.
     """
     terms = [terms_of(config, records) for _, config, records in runs]

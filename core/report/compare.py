@@ -88,13 +88,13 @@ def print_board(folders: tuple[Path, ...]) -> None:
     for folder in folders:
         with suppress(UsageError):
             runs.append((folder, read_config(folder), read_records(folder / METRICS)))
-    title, rows, lines = boards.board(runs)
     console = Console()
-    console.print(Text(printable(title), style="bold"))
-    print_table(console, boards.HEADERS, rows)
-    print(TIES)
-    for line in lines:
-        console.print(Text(printable(line)))
+    for title, rows, lines in boards.boards(runs):
+        console.print(Text(printable(title), style="bold"))
+        print_table(console, boards.HEADERS, rows)
+        print(TIES)
+        for line in lines:
+            console.print(Text(printable(line)))
     if others := len(folders) - len(runs):
         print(f"{others} of the folders are not runs.")
 
