@@ -68,7 +68,8 @@ def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[F
         if name in held and name in logged:
             updates, message = logged[name]
             number, advice = held[name].partition("; try ")[0], message.partition("; try ")[2]
-            text = f"{meaning[:1].upper()}{meaning[1:]}: {number} ({name}, update {updates[-1]})"
+            since = f"({name}, since update {updates[-1]})"
+            text = f"{meaning[:1].upper()}{meaning[1:]}: {number} {since}"
             if name == "no_reward":
                 text = f"{number[:1].upper()}{number[1:]}{_example(run_dir)}"
                 advice = advice.partition("; else ")[0].replace("SPEC", spec)
