@@ -8,7 +8,9 @@ python -m environments check my.py:Maze      # find mistakes; exit code 1 if the
 """
 
 import inspect
+import re
 import sys
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import tyro
@@ -69,8 +71,9 @@ def overview() -> Table:
             for key, p in inspect.signature(build).parameters.items()
         )
         module = sys.modules.get(build.__module__)  # None if a script registered it
-        doc = inspect.getdoc(module or build) or ""
-        table.add_row(*map(Text, (name, options, doc.partition("\n")[0])))
+        line = (inspect.getdoc(module or build) or "").partition("\n")[0]
+        purpose = re.sub(r"^The afternoon, \d of \d\. ", "", line)  # its place in the README
+        table.add_row(*map(Text, (name, options, purpose)))
     return table
 
 
@@ -80,13 +83,15 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
     `interactive`: read the responses of every agent from the terminal. Otherwise the demonstrator
     responds, or else the random player. Raises UsageError if the environment has neither.
     """
+    if interactive:
+        with suppress(ImportError):
+            import readline  # noqa: F401  (`input` uses it from then on)
     episode, shown = Episode(env, "", seed), 0
     for _ in range(MAX_TURNS):
         for agent in episode.waiting:
             shown = _print_log(episode, shown)
             if interactive:
-                prompt = Text(printable(f"{_name(agent)}{YOU}: "), "bold green")
-                episode.act(agent, CONSOLE.input(prompt))
+                episode.act(agent, input(printable(f"{_name(agent)}{YOU}: ")))
             elif players := episode.players_for(agent):
                 episode.act(agent, player=players[0])
             else:
@@ -106,6 +111,7 @@ def run_command(args: list[str]) -> int:
         print(f"environments: {one_line(error)}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, EOFError):
+        print()  # after the prompt
         return 130
     except Exception as error:  # of the environment
         text = error if isinstance(error, EnvFailure) else describe_error(error)

@@ -1,4 +1,4 @@
-"""Reverse one string per turn; the first error ends the episode.
+"""Reverse, or copy, one string per turn; the first error ends the episode.
 
 The simplest task with several turns. `reverse_echo` asks for plain copies instead. One string in
 eight is reserved for evaluation and never occurs under a training or demonstration seed.

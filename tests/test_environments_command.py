@@ -27,7 +27,7 @@ def printed_return(out):
 def test_list_names_every_environment_with_its_options(run):
     code, out, _ = run()
     assert code == 0 and all(name[:8] in out for name in list_envs())
-    assert "n_hops" in out and "opponent" in out
+    assert "n_hops" in out and "opponent" in out and "afternoon" not in out
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -41,7 +41,7 @@ def test_show_plays_every_environment_and_repeats_the_episode_of_a_seed(spec, ru
 
 def test_play_sends_the_typed_responses_to_the_environment(monkeypatch, run):
     typed = iter(["no idea", "<move>5</move>", *(f"<move>{i}</move>" for i in range(1, 10))])
-    monkeypatch.setattr(command.CONSOLE, "input", lambda prompt: next(typed))
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     code, out, _ = run("play", "tic_tac_toe:opponent=perfect", "--seed", 2)
     assert code == 0 and "reward -0.1" in out and "O takes" in out and "demonstrator" not in out
     assert printed_return(out) <= 0  # the perfect player never loses
@@ -49,7 +49,7 @@ def test_play_sends_the_typed_responses_to_the_environment(monkeypatch, run):
 
 def test_play_asks_each_of_several_agents_by_its_name(monkeypatch, run):
     asked = []
-    monkeypatch.setattr(command.CONSOLE, "input", lambda prompt: asked.append(str(prompt)) or "?")
+    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "?")
     code, out, _ = run("play", "iterated_game:opponent=self")
     assert code == 0 and asked == ["row, you: ", "column, you: "] * 3
     assert out.index("row, environment: Each") < out.index("column, environment: Each")
