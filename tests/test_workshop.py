@@ -99,6 +99,14 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
     assert "AttributeError: " in out and f"(scratch.py, line {number})" in out
 
 
+def test_a_copy_gets_commands_with_its_own_name(write, monkeypatch, capsys):
+    for name, algo in (("scratch.py", "scratch"), ("mine.py", "mine.py")):
+        file = write().rename(write().with_name(name))
+        monkeypatch.chdir(file.parent)
+        run_command([], file)
+        assert capsys.readouterr().out.endswith(f" python train.py --algo {algo}\n")
+
+
 def test_hints_come_in_three_steps_and_the_solution_last(capsys):
     for step, text in (("1", "How do you get log r"), ("2", "r is its"), ("3", "return log_r.exp")):
         assert run_command(["--hint", "6", step]) == 0

@@ -187,7 +187,8 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     options = cfg.options
     assert isinstance(options, ScratchOptions)
     file = Path(cfg.algo if is_file(cfg.algo) else "scratch.py")
-    module = checker.load(file if file.exists() else checker.FILE)
+    file = file if file.exists() else checker.FILE
+    module, command = checker.load(file), f"python {checker.name_of(file)}"
     verdicts = {v.exercise.number: v for v in checker.check_all(module)}
     written = {number for number, v in verdicts.items() if v.state != "not yet"}
     loss = int(options.loss or (5 if 5 in written else 4))
@@ -198,11 +199,11 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
         raise UsageError(
             f"--algo {Path(cfg.algo).name} needs "
             + " and ".join(f"exercise {e.number} ({e.name})" for e in missing)
-            + f", not written yet; python {file.name} checks what you write"
+            + f", not written yet; {command} checks what you write"
         )
     remarks = [
         f"exercise {n} ({verdicts[n].exercise.name}) is wrong; training with it anyway. Details: "
-        f"python {file.name}"
+        f"{command}"
         for n in exercises
         if verdicts[n].state == "wrong"
     ]

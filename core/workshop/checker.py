@@ -98,10 +98,15 @@ def run_command(args: list[str], file: Path = FILE) -> int:
     try:
         verdicts = check_all(load(file))
     except UsageError as error:
-        print(f"scratch.py: {error}", file=sys.stderr)
+        print(f"{file.name}: {error}", file=sys.stderr)
         return 2
-    print_verdicts(verdicts, Console(highlight=False))
+    print_verdicts(verdicts, Console(highlight=False), name_of(file))
     return 0 if all(v.state == "right" for v in verdicts) else 1
+
+
+def name_of(file: Path) -> str:
+    """A participant's file, which may be a copy of scratch.py, as a command names it."""
+    return file.name if file.absolute().parent == Path.cwd() else str(file)
 
 
 def load(file: Path) -> ModuleType:
@@ -243,8 +248,12 @@ def describe_difference(expected: Any, actual: Any) -> str:
     return f"{wrong} of {b.numel()} numbers differ, by up to {(b - a).abs().max():.4g}"
 
 
-def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
-    """Prints the table, the first failing fact of each wrong exercise, and what to do next."""
+def print_verdicts(verdicts: list[Verdict], console: Console, file: str) -> None:
+    """Prints the table, the first failing fact of each wrong exercise, and what to do next.
+
+    `file`: the participant's, as `name_of` names it.
+    """
+    train = f"python train.py --algo {'scratch' if file == 'scratch.py' else file}"
     table = Table("", "exercise", "", "next", box=None, padding=(0, 2, 0, 0))
     for v in verdicts:
         note = f"read {v.exercise.read}" if v.state == "right" else ""
@@ -254,12 +263,12 @@ def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
         if v.state == "wrong":
             print_details(v, console)
     number = next((v.exercise.number for v in verdicts if v.state != "right"), None)
+    lines = [f"\nAll right. Now train with your functions: {train}"]
     if number:
-        console.print(f"\nNext: exercise {number}. For a hint: python scratch.py --hint {number}")
-        if number > 4:
-            console.print("You can train with these already: python train.py --algo scratch")
-    else:
-        console.print("\nAll right. Now train with your functions: python train.py --algo scratch")
+        lines = [f"\nNext: exercise {number}. For a hint: python {file} --hint {number}"]
+        lines += [f"You can train with these already: {train}"] if number > 4 else []
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def print_details(verdict: Verdict, console: Console) -> None:
