@@ -13,6 +13,8 @@ import train
 from core import tasks
 from core.config import Config
 from core.faults import UsageError
+from core.report.summary import repeat_command
+from core.run.folder import read_settings
 from core.run.log import read_records
 from environments.base import Env, Step
 from environments.plumbing import registry
@@ -329,6 +331,8 @@ def test_an_environment_is_given_as_an_object_of_python(place, capsys):
     assert first_return("runs/a") == 3.0
     assert train.run(Config(resume="runs/a", num_updates=2), env=Turns) == 0
     assert read_records(Path("runs/a/metrics.jsonl"))[-1]["update"] == 2
+    repeat = repeat_command(Path("runs/a"), read_settings(Path("runs/a/config.yaml")))
+    assert eval(repeat, {"train": train}) == 0 and first_return("runs/again") == 3.0
     capsys.readouterr()
     registry.ENVIRONMENTS.pop("Turns")  # the same resume rule as for `register`
     assert train.run_command(["--resume", "runs/a", "--num-updates", "3"]) == 2

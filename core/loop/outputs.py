@@ -18,6 +18,7 @@ from core.run.console import Display
 from core.run.log import RunLog
 from core.run.staleness import Weights
 from core.run.writer import Writer
+from environments.plumbing.registry import EnvSpec
 
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
 FIRST_PAGES = 2.0  # seconds to expect of the first ones, which import matplotlib
@@ -68,4 +69,6 @@ class Outputs:
     def resume_command(self) -> str:
         """The command that resumes this run."""
         trust = config.trust_flags(vars(self.cfg), self.folder / "config.yaml")
-        return run_dir.train_command("--resume", str(self.folder), *trust)
+        flags = "--resume", str(self.folder), *trust
+        only_here = any(EnvSpec(env).only_in_python for env in self.cfg.env)
+        return run_dir.again(self.cfg.env, *flags) if only_here else run_dir.train_command(*flags)

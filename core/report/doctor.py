@@ -20,7 +20,7 @@ from core.faults import UsageError
 from core.report.summary import logged_warnings, num_updates
 from core.results import accuracy_of, before_after
 from core.run import cli, diagnostics
-from core.run.folder import quoted, read_settings
+from core.run.folder import again, quoted, read_settings
 from core.run.log import METRICS, ROLLOUTS, Record, iter_records, read_records
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import relative
@@ -134,12 +134,12 @@ def _more_updates(
     updates = [r for r in records if (r.get("update") or 0) > 0]
     window = max(diagnostics.WINDOW, len(updates) // 4)
     before, last = updates[-2 * window : -window], updates[-window:]
-    go_on = quoted(["python", "train.py", "--resume", str(run_dir), "--num-updates",
-                    str(2 * num_updates(records))])  # fmt: skip
+    total = str(2 * num_updates(records))
+    go_on = again(config.get("env", ()), "--resume", str(run_dir), "--num-updates", total)
     if accuracy >= diagnostics.SOLVED:
         other = "reinforce" if name_of(config["algo"]) == "grpo" else "grpo"
         flags = ["--algo", other, *trust_flags(config, run_dir / "config.yaml")]
-        command = quoted(["python", "train.py", "--config", str(run_dir), *flags])
+        command = again(config.get("env", ()), "--config", str(run_dir), *flags)
         return f"the tasks are solved, so harder ones, or another algorithm: {command}"
     if len(before) < diagnostics.WINDOW:
         return f"more updates, as these are too few to tell: {go_on}"

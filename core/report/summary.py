@@ -8,7 +8,7 @@ from core.algorithm import name_of, title_of
 from core.config import trust_flags
 from core.results import accuracy_of, before_after
 from core.run.files import published
-from core.run.folder import quoted
+from core.run.folder import again
 from core.run.log import Record
 from environments.plumbing.registry import EnvSpec
 
@@ -91,7 +91,7 @@ def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
     """Returns the command that repeats a run under another name."""
     file = run_dir / "config.yaml"
     flags = ["--config", str(file), "--run-name", "again", *trust_flags(config, file)]
-    return quoted(["python", "train.py", *flags])
+    return again(config["env"], *flags)
 
 
 def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -138,6 +138,14 @@ def by_flag(settings: dict[str, Any]) -> dict[str, Any]:
         else:
             found[name] = name_of(value) if name == "algo" else value
     return found
+
+
+def again(envs: Iterable[str], *flags: str) -> str:
+    """What starts train.py with `flags`, which name a run on `envs`: a command, or else a call for
+    the Python that has them."""
+    if any(EnvSpec(env).only_in_python for env in envs):
+        return f"train.run_command({[*flags]})"
+    return quoted(["python", "train.py", *flags])
 
 
 def train_command(*flags: str) -> str:

@@ -171,6 +171,11 @@ class EnvSpec(str):
         return self._parts[0]
 
     @property
+    def only_in_python(self) -> bool:
+        """Whether only this Python has it (`register`, `name_object`), so no command finds it."""
+        return not isinstance(ENVIRONMENTS.get(self.name, ""), str)
+
+    @property
     def options(self) -> str:
         """The text of the options."""
         return self._parts[1]
