@@ -118,6 +118,19 @@ def test_a_terminal_breaks_lines_between_words_but_no_command(monkeypatch):
         assert max(map(len, lines[:-1])) <= (80 if terminal else 120)
 
 
+def test_a_terminal_breaks_the_words_before_a_command(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False)
+    command = "python train.py --resume runs/" + "a" * 80
+    print_line("word:cat: " * 12 + command, console)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split() for line in lines] == [
+        ["word:cat:"] * 8,
+        ["word:cat:"] * 4,
+        command.split(),
+    ]
+
+
 def test_sparkline_keeps_the_whole_run_in_view():
     assert sparkline([1.0] * 3, 10) == "▁▁▁"
     assert sparkline([float(i) for i in range(1000)], 8) == "▁▂▃▄▅▆▇█"

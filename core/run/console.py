@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -209,8 +210,13 @@ class Phase:
 
 def print_line(line: str, console: Console) -> None:
     """Prints a line; a terminal breaks it between words, but not a command, which may be copied."""
-    is_copied = not console.is_terminal or "python " in line or "torchrun " in line
-    console.print(printable(line), markup=False, emoji=False, soft_wrap=is_copied)
+    words, line = "", printable(line)
+    command = re.search(r"\b(python|torchrun) ", line)
+    if command and console.is_terminal and command.start() > console.width:
+        words, line = line[: command.start()], line[command.start() :]
+    for text in filter(None, (words, line)):
+        is_copied = text is line and (command or not console.is_terminal)
+        console.print(text, markup=False, emoji=False, soft_wrap=bool(is_copied))
 
 
 def duration(seconds: float) -> str:
