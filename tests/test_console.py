@@ -106,6 +106,16 @@ def test_the_screen_says_how_many_rollouts_report_a_metric(monkeypatch):
         assert "1.00 → -" in str(console.render_lines(display._render()))
 
 
+def test_the_screen_leaves_room_for_the_key_that_stops_a_run(monkeypatch):
+    """The terminal writes ^C behind the last line, and a full line would become two."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Display("x", console) as display:
+        display.update(1, RECORD, [ROLLOUT])
+        lines = console.render_lines(display._render(), pad=False)
+    assert [sum(part.cell_length for part in line) for line in lines[-2:]] == [80, 0]
+
+
 def test_a_terminal_breaks_lines_between_words_but_no_command(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     words, command = "word:cat: " * 12, "resume with: python train.py " + "--lr 1 " * 20

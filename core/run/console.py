@@ -159,7 +159,9 @@ class Display:
                 Text(printable(label)), bars, Text(f"{values[0]:{spec}} → {self.cells[name]}")
             )
         metrics = Panel(table, title=self._progress(), title_align="left") if self.history else ""
-        return Group(Text(self.title, style="bold"), self.progress, metrics, self.completion)
+        title = Text(self.title, style="bold")
+        # the terminal writes ^C behind the last line: behind a full one it would begin another
+        return Group(title, self.progress, metrics, self.completion, "")
 
     def _progress(self) -> str:
         """Such as: update 5 of 25, about 40 s left."""
