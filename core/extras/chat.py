@@ -42,7 +42,7 @@ from core.types import Completion, Message, Rollout
 from environments import rewarded
 from environments.plumbing.text import one_line, printable
 
-COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
+COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit: end"
 OF_TINY = "tiny knows only its tasks' wording, one task per conversation"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
 Port = Annotated[int, Range(0, 65535)]
