@@ -217,7 +217,7 @@ def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, m
         code == 1
         and out.count("\nwarning: no_reward: ") == 1
         and "dead_groups" not in out
-        and "--resume runs/a" in out
+        and "['--resume', 'runs/a']" in out
     )
     assert find_checkpoint(Path("runs/a")).progress["update"] == 3
     assert not Path("runs/a/model").exists() and Path("runs/a/report.html").exists()
