@@ -47,8 +47,8 @@ def board(runs: list[Run]) -> tuple[str, list[list[str]], list[str]]:
     """Returns the terms, a row as in HEADERS for each run, best first, and lines: why runs are not
     on the board, or not with their last evaluation.
 
-    The terms and the budget are those of most runs
-    that set --max-sampled-tokens; a room has others too. Raises UsageError if there is none.
+    The terms and the budget are those of most runs that set --max-sampled-tokens; a room has others
+    too. Raises UsageError if there is none.
     """
     terms = [terms_of(config, records) for _, config, records in runs]
     budgets = [config["max_sampled_tokens"] for _, config, _ in runs]

@@ -76,8 +76,9 @@ def copy_of(policy: Policy) -> Policy:
     """A policy with trainable weights of its own; it shares the frozen ones and the tokenizer."""
     frozen = [p for p in policy.model.parameters() if not p.requires_grad]
     copy = deepcopy(policy, {id(x): x for x in (*frozen, policy.tokenizer)})
-    for name, weight in copy.trainable().items():
-        weight.data = _placed_as(policy.trainable()[name])
+    pairs = zip(copy.trainable().values(), policy.trainable().values(), strict=True)
+    for weight, original in pairs:
+        weight.data = _placed_as(original)
     return copy
 
 
