@@ -19,22 +19,15 @@ default is dapo: every token counts the same, whatever the length of its rollout
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
-    max_rl     as dapo, but divides by the mean of the group            arXiv:2602.02710
-
-max_rl is for returns of 0 and 1. With many samples, and p the probability of 1, the expected
-gradient is ∇p without a division, ∇p / √(p(1-p)) = ∇(2 arcsin √p) with the std, and
-∇p / p = ∇ log p with max_rl: the rarer a success, the more it counts. G samples shrink the last:
-
-    E[Σ_i A_i ∇ log π(rollout i)] / G = (1 - (1-p)^(G-1)) ∇ log p
+    max_rl     as dapo, but divides by the mean of the group            arXiv:2602.02710 (README.md)
 
 variants/ has other formulas: gspo, cispo, dppo, gdpo, kl_cov, opsm, sdpo and echo.
 
-Differences from the papers: there is no KL term unless --kl-coef is set; then its estimator is k2
-(--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ
-(kl.py). `token` weights are taken over all groups of a step, as verl and TRL do;
-DAPO's equation has them within each group, which is `prompt`. Its dynamic sampling, overlong
-penalty and overlong filtering are flags of the loop: --filter-groups, --overlong-buffer (not with
-gdpo) and --mask-truncated-completions.
+Differences from the papers: there is no KL term unless --kl-coef is set. Then its estimator is k2
+(--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ (kl.py). `token`
+weights are taken over all groups of a step, as verl and TRL do; DAPO's equation has them within
+each group, which is `prompt`. DAPO's dynamic sampling, overlong penalty and overlong filtering are
+flags of the loop: --filter-groups, --overlong-buffer and --mask-truncated-completions.
 
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """
@@ -45,9 +38,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from algorithms import common
-from algorithms.common import Batch, Micro
 from algorithms.options import Aggregation, LoopOptions, Range, Scale
+from algorithms.tokens import Tokens, group_mean, group_std, minus, surrogate_metrics, turns_of
 
 EPS = 1e-4  # keeps a divisor above 0: a group with equal returns has advantages 0, not 0/0
 LOSS_TYPES: dict[str, dict[str, Any]] = {
@@ -86,7 +78,10 @@ class Options(LoopOptions):
 
 
 def needs(options: Any) -> set[str]:  # Any: variants/ have Options of their own
-    """What this needs of the settings (core/algorithm.py); if it divides, no --kl-in reward."""
+    """What this needs of the settings; core/algorithm.py explains the words.
+
+    With --kl-in reward a division would blow up the KL of a group whose rewards are equal.
+    """
     return {"groups"} if options.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
 
 
@@ -101,61 +96,43 @@ def resolve(options: Any) -> Any:
     return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})
 
 
-def compute_advantages(batch: Batch, options: Any) -> Tensor:
-    """[B, N]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
+def compute_advantages(tokens: Tokens, options: Any) -> Tensor:
+    """[S]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
-    Turn k is compared with turn k of all rollouts of the group, also of those that a flag keeps
-    out of the loss. With --credit episode, the default, a rollout counts as one turn.
+    With --credit episode, the default, a rollout counts as one turn. Turn k is compared with turn k
+    of all rollouts of the group. Rollouts that --mask-truncated-completions keeps out of the loss
+    are compared, too.
 
-    >>> mask, turn_ids = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64)
-    >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
-    ...               turn_ids=turn_ids, group_ids=torch.zeros(2))
-    >>> compute_advantages(batch, resolve(Options("dr_grpo")))
-    tensor([[ 0.5000,  0.5000],
-            [-0.5000, -0.5000]])
+    >>> tokens = Tokens(rewards=torch.tensor([0.0, 1.0, 0.0]), rollout=torch.tensor([0, 0, 1]),
+    ...                 turn=torch.zeros(3).long(), group=torch.zeros(3).long(),
+    ...                 discounts=torch.ones(3))
+    >>> compute_advantages(tokens, resolve(Options("dr_grpo")))
+    tensor([ 0.5000,  0.5000, -0.5000])
     """
-    mask, group_ids = batch.completion_mask, batch.group_ids
-    returns, exists = common.turn_returns(batch)  # [B, K]
-    group_size = common.group_sum(exists.double(), group_ids)
-    group_total = common.group_sum(torch.where(exists, returns, 0.0), group_ids)
-    baseline = group_total / group_size.clamp(min=1)
-    advantages = torch.where(exists, common.minus(returns, baseline), 0.0)
+    turns = turns_of(tokens)
+    mean = group_mean(turns.returns, turns.peers)  # [K], K turns
+    advantages = minus(turns.returns, mean)
     if options.scale_rewards == "group":
-        variance = common.group_sum(advantages**2, group_ids) / (group_size - 1).clamp(min=1)
-        advantages = advantages / (variance.sqrt() + EPS)
+        advantages = advantages / (group_std(turns.returns, turns.peers) + EPS)
     elif options.scale_rewards == "batch":
-        mean = common.masked_mean(returns, exists, dim=0)
-        squares = torch.where(exists, (returns - mean) ** 2, 0.0).sum(0)
-        variance = squares / (exists.sum(0) - 1).clamp(min=1)
-        advantages = advantages / (variance.sqrt() + EPS)
+        advantages = advantages / (group_std(turns.returns, turns.number) + EPS)
     elif options.scale_rewards == "mean":
-        advantages = advantages / baseline.abs().clamp(min=EPS)  # abs: no sign is flipped
-    advantages = advantages.gather(1, batch.turn_ids).type_as(batch.rewards)
-    return torch.where(mask, advantages, 0.0)
+        advantages = advantages / mean.abs().clamp(min=EPS)  # abs: no sign is flipped
+    return advantages[turns.of_token].type_as(tokens.rewards)
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
-    """-Σ token_weights · w · min(ρ A, clip(ρ) A) over the sampled tokens of a micro-batch.
+def compute_loss(tokens: Tokens, options: Any) -> tuple[Tensor, dict[str, float]]:
+    """-Σ token_weights · w · min(ρ A, clip(ρ) A) over the n sampled tokens of a micro-batch.
 
-    `logprobs` [b, T-1] are those of the policy now; only they have gradients. w are the
-    importance weights between sampler and trainer (off_policy.py). `values` are PPO's. Returns the
-    loss, and metrics as plain sums over the tokens in it.
+    w are the importance weights between sampler and trainer (off_policy.py). Gradients flow through
+    `tokens.logprobs`. Returns the loss, and metrics as plain sums over the tokens in it.
     """
-    assert options.clip_low is not None and options.clip_high is not None, "see resolve"
-    mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
-    ratio = (logprobs - micro.old_logprobs).exp()
-    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    advantages, low, high = tokens.advantages, options.clip_low, options.clip_high
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()  # [n]
     # the smaller of the two: beyond the clip, a further change in the intended direction gains
     # nothing, and a change in the wrong direction still costs
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     if options.dual_clip:  # bounds the loss where the ratio is large and A is negative
-        bounded = surrogate.maximum(options.dual_clip * advantages)
-        surrogate = torch.where(advantages < 0, bounded, surrogate)
-    per_token = -micro.importance_weights * surrogate
-    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    return loss, common.surrogate_metrics(
-        ratio, logprobs, micro, options.clip_low, options.clip_high
-    )
+        surrogate = surrogate.maximum(options.dual_clip * advantages.clamp(max=0))
+    loss = -(tokens.token_weights * tokens.importance_weights * surrogate).sum()
+    return loss, surrogate_metrics(tokens, ratio, low, high)

@@ -26,7 +26,7 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
 
 
 def weighted_kl(logprobs: Tensor, ratio: Tensor, other: Tensor, kind: KL) -> Tensor:
-    """Per-token terms for the loss, whose expected gradient is that of KL(π ‖ other); [b, T-1].
+    """Per-token terms for the loss, whose expected gradient is that of KL(π ‖ other); [n].
 
     π_old sampled the tokens, so each estimate is multiplied by the policy ratio ρ = π / π_old:
 

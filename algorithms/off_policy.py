@@ -9,33 +9,26 @@ before the first gradient step. runs/off_policy has measured bias and variance o
 import torch
 from torch import Tensor
 
-from algorithms.common import Micro, masked_mean
 from algorithms.options import WeightLevel, WeightMode
+from algorithms.tokens import Tokens, group_mean, group_sum
 
 
-def set_weights(micro: Micro, level: WeightLevel, cap: float, mode: WeightMode) -> None:
-    """Sets `micro.sampler_ratio` and the importance weights made of it."""
-    micro.sampler_ratio = sampler_ratio(micro, level)
-    micro.importance_weights = importance_weights(micro.sampler_ratio, cap, mode)
-
-
-def sampler_ratio(micro: Micro, level: WeightLevel) -> Tensor:
-    """π_old / π_sampler [b, T-1], without gradient.
+def sampler_ratio(tokens: Tokens, level: WeightLevel) -> Tensor:
+    """π_old / π_sampler [n], without gradient.
 
         token       the ratio of each token
-        geometric   the geometric mean of the ratios in the row; does not grow with its length
-        product     the product of the ratios in the row: the exact weight of the sequence
+        geometric   the geometric mean of the ratios in the sequence; does not grow with its length
+        product     the product of the ratios in the sequence: its exact weight
                     (`sequence` in TRL and verl)
 
     Only the product with an infinite cap leaves the expected gradient unbiased, at a variance that
     grows with the length.
     """
-    mask = micro.completion_mask
-    log_ratio = torch.where(mask, micro.old_logprobs - micro.sampler_logprobs, 0.0).detach()
+    log_ratio = (tokens.old_logprobs - tokens.sampler_logprobs).detach()
     if level == "geometric":
-        log_ratio = masked_mean(log_ratio, mask, dim=1).expand_as(log_ratio)
+        log_ratio = group_mean(log_ratio, tokens.sequence)
     elif level == "product":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+        log_ratio = group_sum(log_ratio, tokens.sequence)
     return log_ratio.exp()
 
 

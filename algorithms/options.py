@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 Scale = Literal["group", "batch", "mean", "none"]  # grpo.compute_advantages
-Aggregation = Literal["token", "sequence", "prompt", "constant"]  # common.token_weights
+Aggregation = Literal["token", "sequence", "prompt", "constant"]  # tokens.token_weights
 WeightLevel = Literal["token", "geometric", "product"]  # off_policy.sampler_ratio
 WeightMode = Literal["truncate", "mask"]  # off_policy.importance_weights
 KL = Literal["k1", "k2", "k3"]  # kl.kl_estimate
@@ -44,7 +44,7 @@ class LoopOptions:
     """
 
     loss_type: str = ""  # the variant, shown in the title of a run
-    aggregation: Aggregation | None = "token"  # of the tokens of a step: common.token_weights
+    aggregation: Aggregation | None = "token"  # of the tokens of a step: tokens.token_weights
     value_lr: float = 1e-3  # learning rate of the value head, for algorithms that have one
     value_warmup: int = 0  # number of initial updates that train the value head only
     target_kl: float = 0.0  # end an update when a minibatch's KL exceeds this; 0: never

@@ -1,23 +1,23 @@
 """An evening on PPO. A learned value before each token as the baseline, and a clipped policy ratio.
 
-    δ_t = r_t + γ_t V°_{t+1} - V°_t,   A_t = δ_t + γ_t λ A_{t+1}   GAE, arXiv:1506.02438
-    L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V°_t))² / 2
+    δ_t = r_t + γ_t v°_{t+1} - v°_t,   A_t = δ_t + γ_t λ A_{t+1}   GAE, arXiv:1506.02438
+    L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (v_t - (A_t + v°_t))² / 2
                                                                    PPO, arXiv:1707.06347
 
-V_t is the value before token t: an estimate of the rewards that are still to come; V°_t is the one
-before the first step of the update. A_t compares the rewards that followed token t with V°_t: λ = 1
-counts all of them, λ = 0 the next reward and V°_{t+1} in place of the rest. γ_t is γ if t is the
+v_t is the value before token t: an estimate of the rewards that are still to come; v°_t is the one
+before the first step of the update. A_t compares the rewards that followed token t with v°_t: λ = 1
+counts all of them, λ = 0 the next reward and v°_{t+1} in place of the rest. γ_t is γ if t is the
 last token of a turn and 1 otherwise; λ applies per token. Â are the advantages normalized over the
 batch, ρ_t = π(x_t) / π_old(x_t) is the policy ratio, c is --ppo.value-coef. In the first gradient
 step of an update ρ is 1 and nothing is clipped; by default there is only that one.
 
-The squared error is that of V or, if larger, that of V limited to V° ± v, with v =
---ppo.value-clip (by default 0.5; 0: no limit). The code also multiplies both terms by the token's
+The squared error is that of v or, if larger, that of v limited to v° ± --ppo.value-clip (by default
+0.5; 0: no limit). The code also multiplies both terms by the token's
 weight, which turns the sum into a mean, and the policy term by its importance weight.
 
 The value head is a linear layer on the hidden states of the policy's last layer, so one forward
 pass computes values and log-probs; the value loss trains the policy's layers too. After the last
-token of an episode V is 0, also where --max-turns, the context length or a limit of the environment
+token of an episode v is 0, also where --max-turns, the context length or a limit of the environment
 cut the episode: picoRL does not bootstrap, as these limits are part of the task.
 
 --ppo.value-lambda gives the value targets a λ of their own. With 1 they are the rewards still to
@@ -34,9 +34,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from algorithms import common
-from algorithms.common import Batch, Micro
 from algorithms.options import Coefficient, Fraction, LoopOptions, Range
+from algorithms.tokens import Tokens, normalize, surrogate_metrics
 
 NEEDS = {"value_head", "turn_credit"}
 
@@ -65,73 +64,61 @@ class Options(LoopOptions):
     """Number of initial updates that train the value head only; 0: none."""
 
 
-def compute_advantages(batch: Batch, options: Options) -> dict[str, Tensor]:
-    """[B, N] each: the GAE of every sampled token, normalized over the loss mask, and the value
+def compute_advantages(tokens: Tokens, options: Options) -> dict[str, Tensor]:
+    """[S] each: the GAE of every sampled token, normalized over those in the loss, and the value
     targets.
 
     A target is value + GAE, not normalized, with λ = `value_lambda` if that is given.
     """
-    advantages = for_targets = gae(batch, options.gae_lambda)
+    advantages = for_targets = gae(tokens, options.gae_lambda)
     if options.value_lambda is not None:  # decoupled GAE
-        for_targets = gae(batch, options.value_lambda)
-    targets = (for_targets + batch.values).type_as(batch.rewards)
-    targets = torch.where(batch.completion_mask, targets, 0.0)
-    advantages = common.normalize(advantages, batch.loss_mask).type_as(batch.rewards)
+        for_targets = gae(tokens, options.value_lambda)
+    targets = (for_targets + tokens.old_values).type_as(tokens.rewards)
+    advantages = normalize(advantages, tokens.in_loss).type_as(tokens.rewards)
     return {"advantages": advantages, "value_targets": targets}
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
     """Σ token_weights · (-w · surrogate + value_coef · value error / 2) over the sampled tokens.
 
-    `logprobs` and `values` [b, T-1] are those of the policy now, and only they have gradients;
-    `micro.values` are those before the first step of the update. w are the importance weights
-    between sampler and trainer (off_policy.py). Returns the loss, and metrics as plain sums over
-    the tokens in it.
+    w are the importance weights between sampler and trainer (off_policy.py). Gradients flow through
+    `tokens.logprobs` and `tokens.values`. Returns the loss, and metrics as plain sums over the
+    tokens in it.
     """
-    assert values is not None
-    mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
-    values = torch.where(mask, values, 0.0)
+    advantages, clip = tokens.advantages, options.clip
     # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
-    ratio = (logprobs - micro.old_logprobs).exp()
-    clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()  # [n]
     # the smaller of the two: beyond the clip, a further change in the intended direction gains
     # nothing, and a change in the wrong direction still costs
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    squared_error = (values - micro.value_targets) ** 2
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    squared_error = (tokens.values - tokens.value_targets) ** 2
     if options.value_clip:  # moving a value further than the clip no longer lowers its error
-        change = (values - micro.values).clamp(-options.value_clip, options.value_clip)
-        limited = micro.values + change
-        squared_error = squared_error.maximum((limited - micro.value_targets) ** 2)
-    per_token = -micro.importance_weights * surrogate + options.value_coef * squared_error / 2
-    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    metrics = common.surrogate_metrics(ratio, logprobs, micro, options.clip, options.clip)
-    metrics["value/loss"] = squared_error[micro.loss_mask].sum().item() / 2
+        change = (tokens.values - tokens.old_values).clamp(-options.value_clip, options.value_clip)
+        limited = tokens.old_values + change
+        squared_error = squared_error.maximum((limited - tokens.value_targets) ** 2)
+    per_token = -tokens.importance_weights * surrogate + options.value_coef * squared_error / 2
+    loss = (tokens.token_weights * per_token).sum()
+    metrics = surrogate_metrics(tokens, ratio, clip, clip)
+    metrics["value/loss"] = squared_error[tokens.in_loss].sum().item() / 2
     return loss, metrics
 
 
-def gae(batch: Batch, gae_lambda: float) -> Tensor:
-    """Generalized advantage estimates [B, N] float64 from rewards and values, 0 in the padding.
+def gae(tokens: Tokens, gae_lambda: float) -> Tensor:
+    """Generalized advantage estimates [S] float64 from rewards and values.
 
-    >>> values = torch.tensor([[0.5, 0.5]])
-    >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0]]), completion_mask=values > 0,
-    ...               turn_ids=torch.zeros(1, 2), values=values)
-    >>> gae(batch, gae_lambda=1.0)
-    tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    >>> tokens = Tokens(rewards=torch.tensor([0.0, 1.0]), old_values=torch.tensor([0.5, 0.5]),
+    ...                 rollout=torch.zeros(2), discounts=torch.ones(2))
+    >>> gae(tokens, gae_lambda=1.0)
+    tensor([0.5000, 0.5000], dtype=torch.float64)
     """
-    mask, turn_ids = batch.completion_mask, batch.turn_ids
-    rewards, values = (torch.where(mask, x, 0.0).double() for x in (batch.rewards, batch.values))
-    advantages = torch.zeros_like(rewards)
-    # the episode ends after its last token
-    next_advantage = next_value = torch.zeros_like(rewards[:, 0])
-    next_turn = torch.full_like(turn_ids[:, 0], -1)
-    for t in reversed(range(rewards.shape[1])):
-        same_turn = turn_ids[:, t] == next_turn
-        discount = torch.where(same_turn, torch.ones_like(next_value), batch.gamma)
-        delta = rewards[:, t] + discount * next_value - values[:, t]
-        advantages[:, t] = delta + discount * gae_lambda * next_advantage
-        next_advantage, next_value = advantages[:, t], values[:, t]
-        next_turn = turn_ids[:, t]
-    return advantages
+    vectors = tokens.rollout, tokens.rewards, tokens.old_values, tokens.discounts
+    columns = [vector.tolist() for vector in vectors]  # Python floats have 64 bits
+    advantages, advantage, next_value, next_rollout = [], 0.0, 0.0, None
+    for rollout, reward, value, discount in reversed([*zip(*columns, strict=True)]):
+        if rollout != next_rollout:  # the episode ends after its last token
+            advantage = next_value = 0.0
+        delta = reward + discount * next_value - value
+        advantage = delta + discount * gae_lambda * advantage
+        advantages.append(advantage)
+        next_rollout, next_value = rollout, value
+    return torch.tensor(advantages[::-1], dtype=torch.float64)

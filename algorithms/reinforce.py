@@ -10,10 +10,11 @@ the other tokens of the rollout. The ratio is not clipped.
 
 The baseline b makes the gradient less noisy. It is the mean return of the batch, that of the group,
 for each rollout the mean of the other rollouts of its group (leave-one-out: RLOO,
-arXiv:2402.14740), or 0. If the mean over n rollouts includes the rollout's own return, the expected
-gradient is multiplied by 1 - 1/n; the leave-one-out mean leaves it as it is. (The default token
-weights depend on the sampled lengths, so with them the factor is approximate.) `normalize` shifts
-and scales the advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens in the loss.
+arXiv:2402.14740), or 0. A mean that includes the rollout's own return multiplies the expected
+gradient by 1 - 1 / (number of rollouts in it); the leave-one-out mean leaves it as it is. The
+default token weights depend on the sampled lengths; with them both hold approximately. `normalize`
+shifts and scales the advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens in
+the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
@@ -24,9 +25,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from algorithms import common
-from algorithms.common import Batch, Micro
 from algorithms.options import LoopOptions
+from algorithms.tokens import (
+    Tokens,
+    group_mean,
+    group_sum,
+    minus,
+    normalize,
+    surrogate_metrics,
+    turns_of,
+)
 
 
 @dataclass(frozen=True)
@@ -42,57 +50,50 @@ class Options(LoopOptions):
 
 
 def needs(options: Options) -> set[str]:
-    """What this needs of the settings, in the words of core/algorithm.py."""
+    """What this needs of the settings; core/algorithm.py explains the words."""
     return {"groups"} if options.baseline in ("group", "leave_one_out") else set()
 
 
-def compute_advantages(batch: Batch, options: Options) -> Tensor:
-    """[B, N]: the return minus the baseline; equal for all sampled tokens of a turn.
+def compute_advantages(tokens: Tokens, options: Options) -> Tensor:
+    """[S]: the return minus the baseline; equal for all sampled tokens of a turn.
 
     The baseline of turn k is made of turn k of the rollouts. With --credit episode, the default, a
     rollout counts as one turn.
 
-    >>> mask, turn_ids = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64)
-    >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
-    ...               turn_ids=turn_ids, group_ids=torch.zeros(2))
-    >>> compute_advantages(batch, Options())
-    tensor([[ 0.5000,  0.5000],
-            [-0.5000, -0.5000]])
+    >>> tokens = Tokens(rewards=torch.tensor([0.0, 1.0, 0.0]), rollout=torch.tensor([0, 0, 1]),
+    ...                 turn=torch.zeros(3).long(), group=torch.zeros(3).long(),
+    ...                 discounts=torch.ones(3))
+    >>> compute_advantages(tokens, Options())
+    tensor([ 0.5000,  0.5000, -0.5000])
     """
-    group_ids = batch.group_ids
-    returns, exists = common.turn_returns(batch)  # [B, K]
-    group_size = common.group_sum(exists.double(), group_ids)
-    group_total = common.group_sum(torch.where(exists, returns, 0.0), group_ids)
+    turns = turns_of(tokens)
+    returns = turns.returns  # [K], K turns
     if options.baseline == "batch":
-        baseline = common.masked_mean(returns, exists, dim=0).expand_as(returns)
+        baseline = group_mean(returns, turns.number)
     elif options.baseline == "group":
-        baseline = group_total / group_size.clamp(min=1)
+        baseline = group_mean(returns, turns.peers)
     elif options.baseline == "leave_one_out":  # a single rollout has no others: advantage 0
-        others = (group_total - returns) / (group_size - 1).clamp(min=1)
-        baseline = torch.where(group_size > 1, others, returns)
+        size = group_sum(torch.ones_like(returns), turns.peers)
+        others = (group_sum(returns, turns.peers) - returns) / (size - 1).clamp(min=1)
+        baseline = torch.where(size > 1, others, returns)
     else:
         baseline = torch.zeros_like(returns)
-    advantages = common.minus(returns, baseline).gather(1, batch.turn_ids)
+    advantages = minus(returns, baseline)[turns.of_token]
     if options.normalize:
-        advantages = common.normalize(advantages, batch.loss_mask)
-    return torch.where(batch.completion_mask, advantages, 0.0).type_as(batch.rewards)
+        advantages = normalize(advantages, tokens.in_loss)
+    return advantages.type_as(tokens.rewards)
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
-    """-Σ token_weights · w · sg[ρ] · A · log π over the sampled tokens of a micro-batch.
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
+    """-Σ token_weights · w · sg[ρ] · A · log π over the n sampled tokens of a micro-batch.
 
     Its gradient is the policy gradient, with the sign for descent; its value says nothing about how
-    good the policy is. `logprobs` [b, T-1] are those of the policy now; only they have gradients.
-    A are the advantages, w the importance weights between sampler and trainer (off_policy.py);
-    sg[ρ] is ρ without gradient. `values` are PPO's. Returns the loss, and metrics as plain sums
-    over the tokens in it.
+    good the policy is. A are the advantages, w the importance weights between sampler and trainer
+    (off_policy.py); sg[ρ] is ρ without gradient. Gradients flow through `tokens.logprobs`. Returns
+    the loss, and metrics as plain sums over the tokens in it.
     """
-    mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
-    ratio = (logprobs.detach() - micro.old_logprobs).exp()
-    per_token = -micro.importance_weights * ratio * advantages * logprobs
-    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
+    ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()  # [n]
+    factor = tokens.importance_weights * ratio * tokens.advantages
+    loss = -(tokens.token_weights * factor * tokens.logprobs).sum()
     # no clip: bounds that no ratio reaches
-    return loss, common.surrogate_metrics(ratio, logprobs, micro, 1.0, float("inf"))
+    return loss, surrogate_metrics(tokens, ratio, 1.0, float("inf"))

@@ -5,21 +5,19 @@
 It is REINFORCE with an advantage of 1 for every token, on text that the policy did not sample.
 """
 
-import torch
 from torch import Tensor
 
 
-def compute_loss(
-    logprobs: Tensor, completion_mask: Tensor, num_tokens: float
-) -> tuple[Tensor, dict[str, float]]:
-    """-Σ log π / num_tokens over demonstrated tokens; [b, T-1] float32 and bool. No metrics.
+def compute_loss(logprobs: Tensor, num_tokens: float) -> Tensor:
+    """-Σ log π / num_tokens over demonstrated tokens; [n] float32.
 
     `num_tokens` counts the demonstrated tokens of the whole step, so micro-batches add up.
 
-    >>> compute_loss(torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]), 2.0)[0]
+    >>> import torch
+    >>> compute_loss(torch.tensor([-1.0, -3.0]), 2.0)
     tensor(2.)
     """
-    return -torch.where(completion_mask, logprobs, 0.0).sum() / num_tokens, {}
+    return -logprobs.sum() / num_tokens
 
 
 def schedule(step: int, num_steps: int) -> float:

@@ -2,7 +2,7 @@
 
     log π(x_{t+1} | x_{≤t}) = log softmax(logits_t / temperature)[x_{t+1}]
 
-For logits [b, T, V] that is one line:
+For logits [Q, T, V] that is one line:
 
     (logits[:, :-1] / temperature).log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
 
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# (log-probs [l, V], numbers [l] of the sampled tokens that they predict) -> [l]
+# (log-probs [l, V], which [l] of the n sampled tokens they predict) -> [l]
 Compare = Callable[[Tensor, Tensor], Tensor]
 
 
 def token_logprobs(
     hidden: Tensor,
-    nodes: Tensor,
-    input_ids: Tensor,
-    completion_mask: Tensor,
+    predictors: Tensor,
+    targets: Tensor,
     to_logits: Callable[[Tensor], Tensor],
     temperature: float = 1.0,
     chunk: int = 4096,
@@ -33,25 +32,21 @@ def token_logprobs(
     entropy_grad: bool = True,
     compare: Compare | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-prob of each sampled token, and entropy of the policy's distribution at its place.
+    """Log-prob of each of n sampled tokens, and entropy of the policy's distribution at its place.
 
-    `hidden` [L, D] of L distinct prefixes, `nodes` [b, T] which of them ends at each token,
-    `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [l, D] to [l, V]. Returns two
-    float32 tensors [b, T-1] in nats, 0 off the mask. Gradients flow through the log-probs, and with
-    `entropy_grad` through the entropy.
+    `hidden` [U, D] of U distinct prefixes, `predictors` [n] which of them ends before each token,
+    `targets` [n] the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns two float32
+    vectors [n] in nats. Gradients flow through the log-probs, and with `entropy_grad` through the
+    entropy. With `compare`, what it makes of the whole distributions is a third vector.
 
     There is one row of logits for each distinct prefix after which a token was sampled. If these
     are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
-    `kept_ids`: see `only_kept`; None: all ids. With `compare`, its values are a third tensor; it
-    numbers the sampled tokens row by row.
+    `kept_ids`: see `only_kept`; None: all ids.
     """
-    # causal shift: the prefix that ends at t predicts the token at t+1
-    predictors = nodes[:, :-1][completion_mask]  # [n]
-    targets = input_ids[:, 1:][completion_mask]  # [n]
     if kept_ids is None and compare is None:
         prefixes, place = predictors.unique(return_inverse=True)  # [l], [n]: prefixes[place]
-    else:  # each token has kept ids, or a teacher, of its own
-        prefixes, place = predictors, torch.arange(len(predictors), device=nodes.device)
+    else:  # each token has kept ids, or a distribution to compare with, of its own
+        prefixes, place = predictors, torch.arange(len(predictors), device=predictors.device)
 
     def one_chunk(start: int, here: Tensor) -> list[Tensor]:
         # not hidden[..]: of equal prefixes its gradients add up in any order, so in other bits
@@ -73,8 +68,7 @@ def token_logprobs(
         args = one_chunk, start, here
         found = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)
         outputs = [x.index_copy(0, here, new) for x, new in zip(outputs, found, strict=True)]
-    zeros = torch.zeros(completion_mask.shape, device=hidden.device)
-    return tuple(zeros.masked_scatter(completion_mask, x) for x in outputs)
+    return tuple(outputs)
 
 
 def only_kept(

@@ -2,22 +2,25 @@
 
 An algorithm is a module with
 
-    compute_advantages(batch, options)               returns the advantages [B, N], or a dict with
-                                                     them, other tensors and numbers for the log
-    compute_loss(logprobs, values, micro, options)   the loss, and metrics as sums over its tokens
-    Options                                          a frozen dataclass, whose fields are flags,
-                                                     such as --grpo.clip-high; LoopOptions has what
-                                                     the loop reads of it, too
+    compute_advantages(tokens, options)   returns the advantages [S], or a dict with them, other
+                                          vectors and numbers for the log
+    compute_loss(tokens, options)         the loss, and metrics as sums over its tokens
+    Options                               a frozen dataclass, whose fields are flags, such as
+                                          --grpo.clip-high; LoopOptions has what the loop reads of
+                                          it, too
 
 and, where it needs more than the rewards of single rollouts, `NEEDS`, a set of the words below, or
 `needs(options)`, if that depends on its options. `resolve(options)` fills in options that depend on
-others. `divergence(logprobs, teacher_logprobs, options)` compares the policy with the teacher of
-core/feedback.py. algorithms/README.md has an example.
+others. Where `compute_loss` needs more than log-probs, `read_out` reads it out of the hidden states
+(core/scoring.py): that of core/feedback.py for sdpo, of core/observations.py for echo, or one in
+the file itself. algorithms/README.md has an example.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ PARTS = ("compute_advantages", "compute_loss", "Options")
 NEEDS = {
     "groups": "compares the rollouts of a group: --group-size 2 or more",
     "value_head": "reads the values that the policy estimates, before the first step too",
-    "old_logprobs": "reads batch.old_logprobs in compute_advantages",
+    "old_logprobs": "reads tokens.old_logprobs in compute_advantages",
     "several_steps": "has no effect with one gradient step per update: --num-minibatches 4",
     "turn_credit": "credits each token by itself: --credit turn",
     "episode_credit": "knows no turns: --credit episode",
@@ -114,10 +117,44 @@ def load_algorithm(algo: str) -> Any:
     for field in fields(options):
         if field.default is field.default_factory is MISSING:
             raise UsageError(f"--algo {algo}: Options.{field.name} needs a default")
+    for part in PARTS[:2]:
+        if not hasattr(vars(module)[part], "__wrapped__"):
+            vars(module)[part] = _checked(algo, part, vars(module)[part])
     if not issubclass(options, LoopOptions):  # the loop reads them, too
         both = type("Options", (options, LoopOptions), {"__module__": module.__name__})
         vars(module)["Options"] = both
     return module
+
+
+def _checked(algo: str, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a user's file; what it does wrong with `tokens` is one line."""
+    try:
+        signature(function).bind("tokens", "options")
+    except TypeError:
+        raise UsageError(
+            f"--algo {algo}: {part} takes (tokens, options); log-probs and values are vectors in "
+            "tokens (algorithms/README.md)"
+        ) from None
+
+    @wraps(function)
+    def call(tokens: Any, options: Any) -> Any:
+        try:
+            found = function(tokens, options)
+        except AttributeError as error:
+            if error.obj is not tokens:
+                raise
+            raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
+        if part == "compute_loss":
+            loss, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+            if getattr(loss, "shape", None) != () or not isinstance(sums, dict):
+                shape = [*getattr(loss, "shape", [type(loss).__name__])]
+                raise UsageError(
+                    f"--algo {algo}: compute_loss must return (loss, metrics), a tensor of shape "
+                    f"[] and a dict; its loss has the shape {shape}"
+                )
+        return found
+
+    return call
 
 
 def needs_of(algo: str, options: LoopOptions) -> set[str]:

@@ -6,6 +6,14 @@ The ids of a completion are kept as they were sampled, and only the messages aft
 tokenized. So the policy is trained on exactly what it saw. A context grows from turn to turn, until
 an environment begins a fresh one or --thinking drop takes thoughts out of it. A `Renderer` turns
 messages into ids; core/extras/tools.py has one for environments with tools.
+
+An episode (core/episodes.py) calls an `Agent` in this order. Two things are rare: a *prefill*, the
+beginning of an answer that the environment gives, and what `show` makes for --algo sdpo.
+
+    begin(messages)     the opening messages
+    set_prompt()        the ids of the next prompt, `prompt_ids`, which is then sampled after
+    add(completion)     a Turn with the sampled ids; the text of the answer, for the environment
+    read(step)          the reward of this turn, and the next message; then again from set_prompt
 """
 
 import json
@@ -119,22 +127,25 @@ class Agent:
         self._extend(messages)
 
     def add(self, answer: Completion | str | None) -> str:
-        """Appends a completion, sampled after `prompt_ids`, or a demonstration. Returns the answer:
-        its text, after the prefill if the prompt had one.
+        """Appends a completion, sampled after `prompt_ids`, or a demonstration. Returns its text.
 
-        Raises EnvFailure if the sampler failed, TypeError if there is no demonstration.
+        The text of the answer begins with the prefill, if the prompt ended with one. With
+        --thinking drop the thoughts of the completion stay in its Turn, which is trained, and are
+        left out of the context of later turns. Raises EnvFailure if the sampler failed, TypeError
+        if there is no demonstration.
         """
         if answer is None:
             raise TypeError("the environment has no demonstration")
         found = self.renderer.demonstration(answer) if isinstance(answer, str) else answer
-        if found.error:
-            raise EnvFailure(found.error)
+        if found.finish_reason == "error":
+            raise EnvFailure(found.text)
         prompt, ids = self.prompt_ids, found.token_ids
+        # what is trained: the ids exactly as they were sampled, in the context that they had
         turn = Turn(prompt, ids, found.logprobs, found.finish_reason, kept_ids=found.kept_ids)
         self.rollout.turns.append(turn)
         self.given = self.prefill
         text = self.given + found.text
-        if self.given:
+        if self.given:  # the answer, which follows, begins with this message
             del self.chat[-1], self.rollout.messages[-1]
         self._extend([{"role": "assistant", "content": text}])
         if self.renderer.drop_thinking:
@@ -147,8 +158,11 @@ class Agent:
         return response
 
     def show(self, right: str | None) -> None:
-        """Gives the last turn `feedback_ids`: a prompt that goes on with `right` in place of its
-        answer, and then asks again, with the same message; [] if that exceeds the context."""
+        """For --algo sdpo: gives the last turn `feedback_ids`, the prompt of its teacher.
+
+        The prompt is that of the turn, then the answer `right`, then the same question once more;
+        [] if that exceeds the context. core/feedback.py says what sdpo does with it.
+        """
         if not right:
             return
         turn, question = self.rollout.turns[-1], self.chat[-2]

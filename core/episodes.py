@@ -1,4 +1,4 @@
-"""An evening on episodes, 2 of 3. Plays many tasks at once; one Rollout per agent.
+"""An evening on episodes, 2 of 3. Plays many episodes at once; one Rollout per agent.
 
 `episode` is one episode, from its reset to its last step. It is a generator: at each `yield` it
 asks for something and pauses until the answers come back as the value of the `yield`:
@@ -6,14 +6,20 @@ asks for something and pauses until the answers come back as the value of the `y
     answers = yield [ask, ...]      each is a Request to a sampler, or an EnvCall of an environment
 
 `run` is the loop around all episodes, and `resume` sends the answers into one. In the default run
-all episodes move together, in rounds: all ask for `reset`, and a thread makes the calls
-(core/pool.py); all ask for a completion, and the sampler samples them as one batch; all ask for
-`step`. Once an environment answers late, each episode moves alone. The random numbers of its draws
-are the same then; its log-probs differ by rounding.
+all episodes move together, in rounds. A letter_counting episode has three:
 
-Long and short episodes count alike: none is dropped for its length. An environment that raises,
-exceeds its time limit, changes the working directory or returns something invalid costs only its
-own episode: `Rollout.error` gives the reason.
+    episode 0     reset        completion     step          the next `yield` of each episode
+    episode 1     reset        completion     step
+    ..            ..           ..             ..
+    episode 127   reset        completion     step
+                  a thread     the sampler    a thread      answers all of a round (core/pool.py)
+
+If environments answer late, an episode no longer waits for the others: it continues as soon as its
+own answers are there. Its random numbers stay the same. The sampler then computes it together with
+other completions than before, which rounds differently, so log-probs differ in the last digits.
+
+An environment that raises, exceeds its time limit, changes the working directory or returns
+something invalid costs only its own episode: `Rollout.error` gives the reason.
 """
 
 import random
@@ -43,15 +49,16 @@ STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one epis
 
 @dataclass(eq=False)
 class Episode:
-    """One task while it is played."""
+    """An episode while it is played."""
 
-    number: int  # of the task, among the tasks of all ranks
-    task: Task
+    number: int  # of the episode, among those of all ranks
+    task: Task  # its environment and seed
     env: PooledEnv = field(init=False)
     agents: dict[str, Agent] = field(default_factory=dict)
-    draws: int = 0  # tasks whose prompt could not be rendered
-    rounds: int = 0  # how often its agents were asked to act
-    seat: str = ""  # in games with opponents: the policy's agent, whose rollout alone is kept
+    draws: int = 0  # how many tasks it was given whose prompt could not be rendered
+    rounds: int = 0  # how often its agents were asked to act; part of the seed of the next draws
+    # in games with opponents: the agent that the policy plays; only its rollout is kept
+    seat: str = ""
 
 
 Wanted = Request | EnvCall
@@ -93,7 +100,7 @@ class RolloutCollector:
         params: SamplingParams,
         on_progress: Callable[[], None] = lambda: None,
     ) -> list[Rollout]:
-        """Plays each task with completions of `sampler`; rollouts are in the order of the tasks.
+        """Plays an episode of each task with completions of `sampler`; rollouts are in their order.
 
         The policy plays one agent of a task that names an opponent, which plays the rest. Only that
         one has a rollout, unless the opponent ends the episode before it acts. An agent's draws
@@ -149,7 +156,9 @@ class RolloutCollector:
 
     def episode(self, episode: Episode, answerer: Answerer) -> Play:
         """One episode, from its reset to its last step."""
-        agents, env = episode.agents, episode.env  # env: one agent, too, is a dict with PLAYER
+        # The pool's environments are for several agents: openings, responses and steps are dicts by
+        # agent. Where there is one, as in letter_counting, its name is PLAYER
+        agents, env = episode.agents, episode.env
         shows_right = self.shows_right and episode.task.seed in TRAIN_SEEDS  # with --algo sdpo
         opened = False
         while not opened:
@@ -199,19 +208,27 @@ class RolloutCollector:
     def run(self, plays: list[Play], on_progress: Callable[[], None] = lambda: None) -> None:
         """The loop around all episodes: lets each one continue until it has ended.
 
-        A round waits for all answers: nobody continues before everything that was asked for has
-        ended, and requests begin when no call is open.
+        What an episode asks for passes through these, from left to right:
+
+            waits ─┬─▶ calls    ─▶ begun, `calling` of them    ─┬─▶ answers ─▶ the next `yield`
+                   └─▶ requests ─▶ begun, `sampling` of them   ─┘
+
+        In rounds no episode continues before everything that was asked for is answered, and
+        requests begin when no call is open. So step 1 of the default run moves all episodes four
+        times: to `reset`, to their completion, to `step`, and to their end. While they are sampled,
+        the loop goes round once for each token of the longest completion.
         """
         waits: dict[Play, Sequence[Wanted]] = {play: [] for play in plays}  # what each waits for
         calls: list[EnvCall] = []  # asked for, and not begun
-        requests: list[Request] = []  # the same
-        sampling, calling = Counter[Sampler](), 0  # how many have begun
+        requests: list[Request] = []  # asked for, and not begun
+        sampling, calling = Counter[Sampler](), 0  # how many have begun, and are not answered
         answers: dict[Wanted, Outcome] = {}  # (value, None), or (None, exception)
-        in_rounds = True
+        in_rounds = True  # until environments answer late
         try:
             while waits:
                 # 1. Each episode that has all its answers, or has not begun, continues to its next
-                #    `yield`
+                #    `yield`. In rounds only if nothing that was begun is open, and no request waits
+                #    to begin
                 if not in_rounds or not (sampling or calling or requests):
                     for play in [p for p, asks in waits.items() if answers.keys() >= {*asks}]:
                         asks = resume(play, [answers.pop(ask) for ask in waits.pop(play)])
@@ -220,7 +237,7 @@ class RolloutCollector:
                             calls += [ask for ask in asks if isinstance(ask, EnvCall)]
                             requests += [ask for ask in asks if isinstance(ask, Request)]
                     in_rounds = in_rounds and not self.pool.answers_late()
-                # 2. What they ask for begins
+                # 2. What they ask for begins. In rounds requests wait until no call is open
                 self.pool.begin(calls)
                 calling, calls = calling + len(calls), []
                 if not in_rounds or not calling:
@@ -235,7 +252,7 @@ class RolloutCollector:
                     ended = sampler.step()
                     answers |= {request: (completion, None) for request, completion in ended}
                     sampling[sampler] -= len(ended)
-                sampling = +sampling  # without samplers that have no request left
+                sampling = +sampling  # drops the samplers that have no request left
                 # 4. Environments answer
                 outcomes = self.pool.ended(wait=POLL if calling and not sampling else 0.0)
                 answers |= outcomes
@@ -283,7 +300,8 @@ class RolloutCollector:
         """An agent of the episode, with a random stream of its own."""
         task, number = episode.task, len(episode.agents)
         rollout = Rollout(task.env.short, name, task.seed, task.group_id, episode_truncated=True)
-        rollout.tools = [*map(name_of, episode.env.schemas)]
+        if episode.env.schemas:
+            rollout.for_log["tools"] = [*map(name_of, episode.env.schemas)]
         stream = episode.number * STREAMS_PER_EPISODE + number
         return Agent(self.renderer, rollout, stream, episode.env.schemas)
 
@@ -352,7 +370,7 @@ def own_rollouts(episode: Episode) -> list[Rollout]:
     seats = [episode.seat] if episode.seat in episode.agents else [*episode.agents]
     own = [episode.agents[name].rollout for name in seats]
     for rollout in own:
-        rollout.opponents = others
+        rollout.for_log |= {"opponents": others} if others else {}
     return own
 
 

@@ -8,49 +8,79 @@ demonstration. The teacher says what it would sample in place of each token. It 
 the policy as they are now, and no gradient. No token of the right answer is in a loss.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from algorithms.token_logprobs import Compare, only_kept
-from core.batching import MicroBatch, RolloutBatch, cut
-from core.config import Config
+from core import scoring
+from core.batching import MicroBatch, Sequence, cut
 from core.policy import Policy
+
+Divergence = Callable[[Tensor, Tensor], Tensor]  # of log-probs [l, V] from the teacher's, [l]
+
+
+def read_out(
+    divergence: Divergence,
+    policy: Policy,
+    micro: MicroBatch,
+    hidden: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+) -> dict[str, Tensor]:
+    """What `scoring.read_out` says of the n sampled tokens, and their `divergence` [n].
+
+    It is 0 for tokens of turns without feedback; there is none if `micro` has no other.
+    """
+    taught = _with_feedback(micro)
+    compare = _teacher(divergence, policy, micro, taught, temperature) if taught else None
+    outputs = scoring.read_out(policy, micro, hidden, temperature, entropy_grad, compare)
+    if taught:
+        outputs["divergence"] = outputs.pop("compared")
+    return outputs
+
+
+def _with_feedback(micro: MicroBatch) -> list[Sequence]:
+    """The turns of `micro` that have feedback, in the teacher's context.
+
+    Their `numbers` are places among the n tokens of `micro`.
+    """
+    found, first = list[Sequence](), 0
+    for turn in (turn for sequence in micro.sequences for turn in sequence.turns):
+        if turn.feedback_ids:
+            found.append(Sequence(-1))
+            found[-1].extend(turn.feedback_ids, turn, first)
+        first += len(turn.completion_ids)
+    return found
 
 
 @torch.no_grad()
-def make_teacher(
-    cfg: Config, algorithm: Any, policy: Policy, batch: RolloutBatch, micro: MicroBatch
-) -> Compare | None:
-    """What `token_logprobs` is to compute of each sampled token of `micro`: `algorithm.divergence`.
-
-    It is 0 for tokens of turns without feedback; None if `micro` has no other. Keeps the teacher's
-    hidden states of the micro-batch; its logits exist in the chunks of `token_logprobs` only.
-    """
-    numbers = {place: i for i, place in enumerate(micro.index[micro.completion_mask].tolist())}
-    taught = [batch.feedback[place] for place in numbers if place in batch.feedback]
-    if not taught:
-        return None
+def _teacher(
+    divergence: Divergence,
+    policy: Policy,
+    micro: MicroBatch,
+    taught: list[Sequence],
+    temperature: float,
+) -> Compare:
+    """Compares the policy with the teacher, whose logits exist in chunks of the tokens only."""
     states: list[Tensor] = []
-    row_of = torch.full((len(numbers),), -1, device=policy.device)  # among the states, of a token
+    row_of = torch.full((len(micro.numbers),), -1, device=policy.device)  # of a token: its state
     for part in cut(taught, policy.micro_batch_tokens, policy.device, policy.shares_prefixes):
-        places, mask = part.index[part.completion_mask].tolist(), part.completion_mask
-        start = sum(map(len, states))
-        tokens = torch.tensor([numbers[place] for place in places], device=policy.device)
-        row_of[tokens] = torch.arange(start, start + len(places), device=policy.device)
+        start, tokens = sum(map(len, states)), part.numbers.to(policy.device)
+        row_of[tokens] = torch.arange(start, start + len(tokens), device=policy.device)
         hidden = policy.hidden_states(part.input_ids, part.tree).flatten(0, 1)
-        states.append(hidden.index_select(0, part.nodes[:, :-1][mask]))
+        states.append(hidden.index_select(0, part.predictors))
     all_states = torch.cat(states)
 
     def compare(logprobs: Tensor, tokens: Tensor) -> Tensor:
         known = row_of[tokens] >= 0
         with torch.no_grad():
-            logits = policy.to_logits(all_states[row_of[tokens[known]]]) / cfg.temperature
+            logits = policy.to_logits(all_states[row_of[tokens[known]]]) / temperature
             if micro.kept_ids is not None:
                 logits = only_kept(logits, [micro.kept_ids[i] for i in tokens[known].tolist()])
             teacher = logits.log_softmax(-1)
-        found = algorithm.divergence(logprobs[known], teacher, cfg.options)
+        found = divergence(logprobs[known], teacher)
         return torch.zeros(len(tokens), device=found.device).masked_scatter(known, found)
 
     return compare

@@ -9,15 +9,15 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from algorithms.common import minus
+from algorithms.kl import weighted_kl
 from algorithms.ppo import gae
+from algorithms.tokens import Tokens, minus
 from core import distributed
-from core.batching import MicroBatch, RolloutBatch
+from core.batching import Batch
 from core.config import Config
 from core.selection import groups_with_spread, num_episodes
 from core.types import Rollout
@@ -36,22 +36,20 @@ class UpdateStats:
     steps were cut into micro-batches; gap/* and tokens/trained are of the whole update.
     """
 
-    def __init__(self, cfg: Config, batch: RolloutBatch) -> None:
-        self.cfg, self.batch = cfg, batch
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
         self.epoch = 0
         self.epoch_sums: dict[str, float] = defaultdict(float)  # over the tokens of this epoch
         self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
-        self.old_logprobs = torch.zeros(batch.completion_mask.shape)  # [B, N], of all micro-batches
         self.loss = self.approx_kl = 0.0
         self.of_last_step: dict[str, float] = {}
         self.grad_norm: float | None = None  # None: no gradient step was attempted
         self.num_steps = 0
 
-    def add(self, micro: MicroBatch, loss: Tensor, entropy: Tensor, sums: dict[str, float]) -> None:
-        """Adds one micro-batch; `entropy` [b, T-1], `sums` by the metric's name."""
-        micro.scatter(micro.old_logprobs, into=self.old_logprobs)
-        ratio = micro.sampler_ratio[micro.completion_mask]
-        cap = self.cfg.tis_cap or math.inf  # 0 switches the importance weights off
+    @torch.no_grad()
+    def add(self, tokens: Tokens, loss: Tensor, sums: dict[str, float]) -> None:
+        """Adds one micro-batch; `sums` by the metric's name."""
+        ratio, cap = tokens.sampler_ratio, self.cfg.tis_cap or math.inf  # 0: no importance weights
         beyond = ratio > cap
         if self.cfg.tis_mode == "mask":
             beyond |= ratio < 1 / cap
@@ -59,11 +57,15 @@ class UpdateStats:
             "weights/mean": ratio.sum().item(),  # before the cap
             "weights/capped": beyond.sum().item(),
             "loss": loss.item(),
-            "loss/weight": micro.token_weights.sum().item(),
-            "policy/entropy": entropy.sum().item(),
-            "tokens": micro.num_tokens,
-            "in_loss": int(micro.loss_mask.sum()),
+            "loss/weight": tokens.token_weights.sum().item(),
+            "policy/entropy": tokens.entropy.sum().item(),
+            "tokens": len(tokens),
+            "in_loss": int(tokens.in_loss.sum()),
         }
+        if "ref_logprobs" in tokens:
+            policy_ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+            kl = weighted_kl(tokens.logprobs, policy_ratio, tokens.ref_logprobs, "k3")
+            of_all["kl/reference"] = kl.sum().item()
         _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
 
     def end_minibatch(self, epoch: int) -> None:
@@ -76,33 +78,30 @@ class UpdateStats:
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
-        if self.batch.old_logprobs is None:  # the only step; each rank has those of its sequences
-            distributed.all_reduce_sum([self.old_logprobs])
 
-    def means(self) -> dict[str, float]:
+    def means(self, batch: Batch) -> dict[str, float]:
         """The metrics by name; to be called once, after the last step."""
         tokens, in_loss = (self.epoch_sums.pop(name, 0.0) for name in ("tokens", "in_loss"))
-        batch, mask = self.batch, self.batch.completion_mask
         metrics = {
             name: total / (tokens if name in OF_ALL_TOKENS else max(1, in_loss))
             for name, total in self.epoch_sums.items()
         } | {
             "update/steps": self.num_steps,
             "update/skipped": float(self.num_steps == 0),
-            "tokens/trained": int(batch.loss_mask.sum()),
+            "tokens/trained": int(batch.in_loss.sum()),
         }
         if not tokens:
             return metrics
         metrics |= {"loss": self.loss} | self.of_last_step
         if self.grad_norm is not None:
             metrics["grad/norm"] = self.grad_norm
-        gap = (batch.old_logprobs - batch.sampler_logprobs)[mask].abs()
+        gap = (batch.old_logprobs - batch.sampler_logprobs).abs()
         metrics |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
-        if batch.values is not None:
+        if "old_values" in batch:
             # the rewards that followed each token: with λ = 1 and without values
-            followed = gae(replace(batch, values=torch.zeros_like(batch.values)), 1.0)
-            metrics |= explained_variance(followed[mask], batch.values[mask])
-        return metrics | batch.metrics
+            without = Tokens(**batch.vectors() | {"old_values": torch.zeros(len(batch))})
+            metrics |= explained_variance(gae(without, 1.0), batch.old_values)
+        return metrics | batch.numbers_to_log
 
 
 def _add(sums: dict[str, float], to: dict[str, float]) -> None:
@@ -131,7 +130,8 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     targets = [r.episode_return for r in compared]
     alive = groups_with_spread(cfg, rollouts)
     # what another agent does before the first turn may differ within a group
-    alone = len({r.agent for r in rollouts}) == 1 and not any(r.opponents for r in rollouts)
+    opponents = any("opponents" in rollout.for_log for rollout in rollouts)
+    alone = len({rollout.agent for rollout in rollouts}) == 1 and not opponents
     openings = [set(map(opening_of, group)) for group in groups.values()]
     correct = [[*map(is_correct, group)] for group in groups.values()]
     return {

@@ -92,7 +92,7 @@ class Policy:
         """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64; differentiable.
 
         Needs no padding mask, as no token attends to the padding after it. With a `tree`, those of
-        its nodes in place of `input_ids`: [1, L, D].
+        its nodes in place of `input_ids`: [1, U, D].
         """
         for layer in self.checkpointed_layers:  # not layer.train(), which would enable dropout
             layer.training = torch.is_grad_enabled()
@@ -115,7 +115,7 @@ class Policy:
         return max_logits(torch.cuda.get_device_properties(self.device).total_memory)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [N, V] of hidden states [N, D]: what the model itself returns.
+        """Float32 logits [n, V] of hidden states [n, D]: what the model itself returns.
 
         Calls the model's own forward with `hidden` as the output of its decoder, because some
         families scale or cap the logits there (Granite, Cohere, Gemma).

@@ -18,7 +18,7 @@ of a node follow it without a gap, so a comparison of numbers says who sees whom
 
 and a block of consecutive nodes needs no keys but its own and those of the ancestors of its first
 node. So `attend` computes the queries in blocks, at the cost of short sequences, not of one row of
-L tokens. On a GPU, in 16 bits, FlashAttention computes the chains of new nodes, one per sequence.
+U tokens. On a GPU, in 16 bits, FlashAttention computes the chains of new nodes, one per sequence.
 
 The results equal those of separate sequences, up to rounding. Importing this file registers
 `attend` with transformers, as ATTENTION.
@@ -47,16 +47,16 @@ VARLEN_TAKES_GQA = "enable_gqa" in signature(varlen_attn).parameters
 
 @dataclass
 class PrefixTree:
-    """The L distinct prefixes of b sequences of at most T tokens. Integers are int64."""
+    """The U distinct prefixes of Q sequences of at most T tokens. Integers are int64."""
 
-    input_ids: Tensor  # [1, L]: the last token of each prefix
-    position_ids: Tensor  # [1, L]: number of tokens before it
-    nodes: Tensor  # [b, T]: the node of each token of each sequence; 0 where it has ended
-    ends: Tensor  # [L]: one more than the last descendant of each node
-    block: int  # queries in each of K blocks; the last has padding
-    ancestors: Tensor  # [K, n]: of the first node of each block; L where there is no more
+    input_ids: Tensor  # [1, U]: the last token of each prefix
+    position_ids: Tensor  # [1, U]: number of tokens before it
+    nodes: Tensor  # [Q, T]: the node of each token of each sequence; 0 where it has ended
+    ends: Tensor  # [U]: one more than the last descendant of each node
+    block: int  # queries in each block; the last has padding
+    ancestors: Tensor  # [blocks, m]: of the first node of each block; U where there is no more
     key_index: Tensor  # for FlashAttention: the nodes of each sequence that has new ones, in a row
-    query_ends: Tensor  # int32: 0, then where the new nodes of each of these sequences end in the L
+    query_ends: Tensor  # int32: 0, then where the new nodes of each of these sequences end in the U
     key_ends: Tensor  # int32: 0, then where each of these sequences ends in `key_index`
     max_queries: int  # of new nodes of a sequence
     max_keys: int  # of tokens of a sequence
@@ -77,15 +77,16 @@ class PrefixTree:
         }
 
     def keys_and_mask(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """For each block: the nodes [K, m] of its keys; 0 where a query [K, 1, block, m] sees one.
+        """For each block: the nodes [blocks, m] of its keys, and a mask [blocks, 1, block, m].
 
-        Elsewhere the mask is -inf. All layers share it: given a bool mask, each would make its own.
+        It is 0 where a query sees a key, else -inf. All layers share it: given a bool mask, each
+        would make its own.
         """
         if self.blocks is None:
             length, device = len(self), self.ends.device
             queries = torch.arange(len(self.ancestors) * self.block, device=device)
             queries = queries.view(-1, self.block)
-            keys = torch.cat([self.ancestors, queries], 1)  # [K, m]
+            keys = torch.cat([self.ancestors, queries], 1)  # [blocks, m]
             ends = pad(self.ends, (0, queries.numel() - length + 1))  # 0 where there is no node
             i, j, end = queries[..., None], keys[:, None], ends[keys][:, None]
             sees = (j <= i) & (i < end) | (i >= length)  # padding sees all: nothing would give NaN
@@ -181,8 +182,8 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention with the signature that transformers requires of a registered function.
 
-    `query` [1, H, L, d], `key` and `value` [1, h, L, d] of the nodes of `tree`; returns
-    [1, L, H, d], and puts key and value into `kept`, by layer. In sampling, `context`, a
+    `query` [1, H, U, d], `key` and `value` [1, h, U, d] of the nodes of `tree`; returns
+    [1, U, H, d], and puts key and value into `kept`, by layer. In sampling, `context`, a
     SharedPrefixCache, computes the attention. With neither, this is sdpa.
     """
     if context is not None:
@@ -199,7 +200,7 @@ def attend(
         heads_per_key = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(heads_per_key, 1) for x in (key, value))
     if varlen:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, d]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
         options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA else {}
         # causal: the last query of each sequence is at its last key
         output = varlen_attn(
@@ -209,7 +210,7 @@ def attend(
         return cast(Tensor, output)[None], None
     keys, mask = tree.keys_and_mask(query.dtype)
     q = pad(query[0], (0, 0, 0, len(keys) * tree.block - len(tree)))
-    q = q.unflatten(1, (-1, tree.block)).transpose(0, 1)  # [K, H, block, d]
+    q = q.unflatten(1, (-1, tree.block)).transpose(0, 1)  # [blocks, H, block, d]
     output = scaled_dot_product_attention(
         q, look_up(keys, key), look_up(keys, value), mask, scale=scaling, enable_gqa=True
     )
@@ -217,7 +218,7 @@ def attend(
 
 
 def look_up(nodes: Tensor, x: Tensor) -> Tensor:
-    """The keys or values [1, h, L, d] of `nodes` [K, m]: [K, h, m, d]."""
+    """The keys or values [1, h, U, d] of `nodes` [blocks, m]: [blocks, h, m, d]."""
     _, heads, _, width = x.shape
     rows = embedding(nodes, x[0].transpose(0, 1).flatten(1))  # its gradient is fast, on a CPU too
     return rows.unflatten(-1, (heads, width)).transpose(1, 2)

@@ -9,10 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
-from algorithms import common
-from core.batching import shape_rewards, to_rollout_batch
+from algorithms.tokens import group_mean, group_sum, minus, turns_of
+from core.batching import reward_parts, shape_rewards, to_tokens
 from core.config import Config, needs
 from core.faults import EpisodesFailed, UsageError
 from core.types import Rollout
@@ -39,7 +37,7 @@ def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rol
 
 def check_reward_parts(cfg: Config, rollouts: list[Rollout]) -> None:
     """Raises UsageError if the algorithm needs several rewards and an environment reports none."""
-    silent = {r.env for r in rollouts} - {r.env for r in rollouts if r.reward_parts}
+    silent = {r.env for r in rollouts} - {r.env for r in rollouts if reward_parts(r)}
     if "reward_parts" in needs(cfg) and silent:
         raise UsageError(f'--algo {cfg.algo}: {min(silent)} reports no info["reward_<name>"]; add '
                          "one for each of its rewards, or use --algo grpo")  # fmt: skip
@@ -81,12 +79,15 @@ def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
     with the environment's rewards where --reward-coef 0 leaves them out of the training. For an
     algorithm that compares several rewards: the groups in which one of these differs.
     """
-    batch = to_rollout_batch(rollouts)
+    batch = to_tokens(rollouts)
     shape_rewards(replace(cfg, reward_coef=cfg.reward_coef or 1.0), batch)
-    returns, exists = common.turn_returns(batch)  # [B, K]
-    if "reward_parts" in needs(cfg):
-        returns, exists = batch.reward_parts, ~batch.reward_parts.isnan()  # [B, M]
-    size = common.group_sum(exists.double(), batch.group_ids)
-    total = common.group_sum(torch.where(exists, returns, 0.0), batch.group_ids)
-    differs = exists & (common.minus(returns, total / size.clamp(min=1)) != 0)
-    return set(batch.group_ids[differs.any(1)].tolist())
+    turns = turns_of(batch)
+    groups = batch.group[turns.last_token]  # [K], K turns
+    if "reward_parts" in needs(cfg):  # an episode is one turn
+        rewards = batch.reward_parts[turns.last_token]  # [K, parts], NaN where there is none
+        size = group_sum((~rewards.isnan()).double(), groups)
+        mean = group_sum(rewards.nan_to_num(), groups) / size.clamp(min=1)
+        differs = (minus(rewards, mean).nan_to_num() != 0).any(1)
+    else:
+        differs = minus(turns.returns, group_mean(turns.returns, turns.peers)) != 0
+    return set(groups[differs].tolist())

@@ -1,8 +1,8 @@
 """The afternoon, 2 of 6. The data from environment to gradient.
 
-    Message --> prompt ids --> Completion --> Turn --> Rollout --> RolloutBatch --> MicroBatch
+    Message --> prompt ids --> Completion --> Turn --> Rollout --> Tokens --> MicroBatch
 
-The last two, tensors, are in core/batching.py.
+Tokens are in algorithms/tokens.py, the tensors of a micro-batch in core/batching.py.
 
 >>> turn = Turn([5, 6], [7, 8, 2], [-0.1, -0.2, -0.3], "stop", reward=1.0)
 >>> Rollout("letter_counting", "player", seed=3, group_id=0, turns=[turn]).episode_return
@@ -10,12 +10,13 @@ The last two, tensors, are in core/batching.py.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from environments.base import Message
 
-Kept = list[int] | bytes  # token ids; or one bit for each id of the vocabulary, lowest bit first
-FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
+FinishReason = Literal["stop", "length", "error"]  # the policy ended its turn; it hit the token
+# limit; a server gave no completion, and its episode fails: `text` says why
+Kept = list[int] | bytes  # the ids that a token was drawn from; or a bit for each, lowest first
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,9 @@ class Completion:
     logprobs: list[float]
     text: str  # without the end-of-turn token
     finish_reason: FinishReason
-    # the ids that each token was drawn from, if a JSON schema, top-k or top-p left some out; None:
-    # all. Tokens with equal sets share the bytes
+    # of each token, if --top-p, --top-k or a JSON schema left some ids out: the trainer's softmax
+    # is over the same ids. None: all
     kept_ids: list[Kept] | None = None
-    error: str = ""  # why a server gave no completion: then its episode fails
 
 
 @dataclass
@@ -59,33 +59,25 @@ class Rollout:
     # cut before its end by --max-turns, the context length or the environment (Step.truncated)
     episode_truncated: bool = False
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
-    env_failure: bool = False  # it raised EnvFailure; such a rollout is not evaluated either
+    env_failure: bool = False  # it raised EnvFailure: neither trained on nor evaluated
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
-    tools: list[str] = field(default_factory=list)  # names of the tools on offer; for the log
-    # of each agent that the policy does not play: its "player" and "messages"; for the log
-    opponents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
-    # the "trainer" before and "after" the update, and its "advantage"; empty: not traced
-    token_traces: list[dict[str, list]] = field(default_factory=list)
+    # what rollouts.jsonl has besides, where there is any: "tools", "opponents" and their messages,
+    # "token_traces" (core/report/token_traces.py)
+    for_log: dict[str, Any] = field(default_factory=dict)
 
     @property
     def episode_return(self) -> float:
-        """Sum of the rewards of all turns, undiscounted."""
+        """Sum of the rewards of all turns: the return with γ = 1, which is the default."""
         return sum(turn.reward for turn in self.turns)
-
-    @property
-    def reward_parts(self) -> dict[str, tuple[float, float]]:
-        """For --algo gdpo: (info["reward_<name>"], its weight info["weight_<name>"]) by name.
-
-        >>> info = {"reward_right": True, "reward_brief": 0.5, "weight_brief": 0.1}
-        >>> Rollout("e", "player", 0, 0, info=info).reward_parts
-        {'right': (1.0, 1.0), 'brief': (0.5, 0.1)}
-        """
-        numbers = {k: float(x) for k, x in self.info.items() if isinstance(x, bool | int | float)}
-        names = [k.removeprefix("reward_") for k in numbers if k.startswith("reward_")]
-        return {k: (numbers[f"reward_{k}"], numbers.get(f"weight_{k}", 1.0)) for k in names}
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the policy sampled in this episode."""
         return sum(len(turn.completion_ids) for turn in self.turns)
+
+
+class Played(NamedTuple):
+    """The rollouts of an update."""
+
+    sampled: list[Rollout]  # all
+    trained: list[Rollout]  # those to train on

@@ -223,7 +223,7 @@ class Instance:
 
 
 class Env(Instance, ABC):
-    """A task for one agent.
+    """An environment for one agent.
 
     `tools`: functions that the policy may call before it responds, such as methods of the instance,
     with type hints and Google-style docstrings; plumbing/tools.py says how they are called.
@@ -275,7 +275,7 @@ def has_step_batch(env: Env) -> bool:
 
 
 class MultiAgentEnv(Instance, ABC):
-    """A task for several agents. Agents that are absent from a dict are not asked to act.
+    """An environment for several agents. Agents that are absent from a dict are not asked to act.
 
     `agents`: all of them, in the order of their seats. Declare them for demonstrations and for
     opponents (opponent=runs/x): in the episode of `seed` the policy then has the seat

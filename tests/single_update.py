@@ -9,10 +9,14 @@ from unittest.mock import patch
 import torch
 
 import train
+from core.algorithm import load_algorithm
+from core.loop.open import _read_out, prepare
 from core.loop.run import Run
+from core.metrics import UpdateStats
 from core.optimizer import make_optimizer
 from core.run import checkpoint
 from core.run.ahead import Ahead
+from core.types import Played
 
 
 def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
@@ -21,7 +25,7 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
 
     class OneUpdate(Run):
         def updates(self):
-            yield update
+            yield update, UpdateStats(self.cfg)
 
         def log(self, number, metrics, sampled):
             logged.update(metrics)
@@ -30,21 +34,23 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
             pass
 
     @contextmanager
-    def open_run(cfg, algorithm):
+    def open_run(cfg):
         sampler = SimpleNamespace(sync=lambda: None)
         evaluator = SimpleNamespace(evaluate=lambda update: {})
+        cfg, algorithm = prepare(cfg), load_algorithm(cfg.algo)
         yield OneUpdate(
-            cfg, policy, optimizer, collector=None, sampler=sampler, evaluator=evaluator,
+            cfg, algorithm, policy, optimizer, collector=None, sampler=sampler,
+            evaluator=evaluator,
             outputs=SimpleNamespace(folder=None), display=None, interrupt=None,
-            ahead=Ahead(None), progress=checkpoint.START.copy(),
+            ahead=Ahead(None), progress=checkpoint.START | {"update": update - 1},
+            read_out=_read_out(cfg, algorithm),
         )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)
     with patch.multiple(
         train,
         open_run=open_run,
-        probe_peak_memory=lambda *args: None,
-        collect_rollouts=lambda cfg, run, update: (rollouts, rollouts),
+        play=lambda run, update: Played(rollouts, rollouts),
         freeze_reference=lambda *args: reference,
     ):
         assert train.main(cfg) == 0

@@ -16,7 +16,7 @@ import pytest
 from conftest import AGENTS, wait_for_the_end_of
 
 from core import pool
-from core.batching import to_rollout_batch
+from core.batching import to_tokens
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents
@@ -213,12 +213,12 @@ def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, n
         sampled[key] -= 1
         assert sampled[key] >= 0
     assert sum(sampled.values()) == 0
-    batch = to_rollout_batch(rollouts)
-    trained = Counter(place for s in batch.sequences for place in s.places if place >= 0)
+    batch = to_tokens(rollouts)
+    trained = Counter(number for s in batch.sequences for number in s.numbers if number >= 0)
     assert set(trained.values()) == {1} and len(trained) == sum(r.num_tokens for r in rollouts)
     contexts = {tuple(turn.prompt_ids + turn.completion_ids) for turn in turns}
     for sequence in batch.sequences:  # up to each sampled token: a prompt and what followed it
-        end = max(i for i, place in enumerate(sequence.places) if place >= 0) + 1
+        end = max(i for i, place in enumerate(sequence.numbers) if place >= 0) + 1
         assert tuple(sequence.token_ids[:end]) in contexts
 
 
@@ -574,7 +574,7 @@ def run(task, client):
         assert third[: len(first)] == first
         assert [turn.reward for turn in rollout.turns] == [1, 2, 103]
         assert rollout.info["length"] == 1  # the change of the task stays in its episode
-        assert len(to_rollout_batch([rollout]).sequences) == 2
+        assert len(to_tokens([rollout]).sequences) == 2
 
 
 def test_a_thread_that_has_ended_is_not_interrupted(monkeypatch):
@@ -721,7 +721,9 @@ def test_agents_of_frameworks_play_to_their_end(name):
     rollouts = collect(policy, spec, 2, max_turns=8, max_tokens=32, sampler=sampler)
     assert [r.error for r in rollouts] == [""] * 2
     assert all(r.turns for r in rollouts)
-    assert name == "small" or {tool[-9:] for r in rollouts for tool in r.tools} == {"calculate"}
+    assert name == "small" or {tool[-9:] for r in rollouts for tool in r.for_log["tools"]} == {
+        "calculate"
+    }
     assert any(
         m["role"] == "tool" or "Observation:" in m["content"] for r in rollouts for m in r.messages
     )

@@ -8,7 +8,7 @@ import torch
 from test_workshop import STUBS, solved
 
 from algorithms import grpo, ppo, reinforce
-from algorithms.common import Batch, Micro
+from algorithms.tokens import Tokens
 from core.algorithm import load_algorithm
 from core.config import Config
 from core.faults import UsageError
@@ -36,45 +36,44 @@ def solved_up_to(number: int) -> str:
 
 
 def episodes() -> tuple[torch.Tensor, ...]:
-    """Rewards and mask [6, 5], all of one turn; groups of 3, 2 and 1 rollouts in mixed order."""
+    """Rewards and rollouts [20], all of one turn; groups of 3, 2 and 1 rollouts in mixed order."""
     torch.manual_seed(0)
-    mask = torch.arange(5) < torch.tensor([[5], [1], [3], [4], [2], [5]])
-    return torch.randn(6, 5) * mask, mask, torch.tensor([7, 1, 7, 1, 7, 4])
+    rollout = torch.arange(6).repeat_interleave(torch.tensor([5, 1, 3, 4, 2, 5]))
+    return torch.randn(20), rollout, torch.tensor([7, 1, 7, 1, 7, 4])
 
 
-def loss_inputs() -> tuple[torch.Tensor, Micro]:
-    """Log-probs [6, 5] that take a gradient, and a micro-batch.
+def loss_inputs() -> Tokens:
+    """20 tokens whose log-probs take a gradient.
 
     Two sampled tokens have weight 0, as --mask-truncated-completions gives them.
     """
     torch.manual_seed(1)
-    _, mask, _ = episodes()
-    logprobs, advantages = torch.randn(2, 6, 5)
-    old = logprobs + 0.4 * torch.randn(6, 5)
-    counted = mask.clone()
-    counted[3, :2] = False
-    micro = Micro(completion_mask=mask, old_logprobs=old, advantages=advantages,
-                  importance_weights=torch.rand(6, 5) * 2,
-                  token_weights=counted / 20)  # fmt: skip
-    return logprobs.requires_grad_(), micro
+    _, rollout, _ = episodes()
+    logprobs, advantages = torch.randn(2, 20)
+    old = logprobs + 0.4 * torch.randn(20)
+    counted = torch.ones(20)
+    counted[9:11] = 0
+    tokens = Tokens(sequence=rollout, old_logprobs=old, advantages=advantages,
+                    importance_weights=torch.rand(20) * 2, in_loss=counted > -1,
+                    token_weights=counted / 20, logprobs=logprobs.requires_grad_())  # fmt: skip
+    return tokens
 
 
 def test_loss_and_gradient_of_exercise_4_are_those_of_reinforce(tmp_path):
     found = []
     for module in (make_algorithm(tmp_path, (3, 4)), reinforce):
-        logprobs, micro = loss_inputs()
-        loss, metrics = module.compute_loss(logprobs, None, micro, None)
-        found.append((loss, *torch.autograd.grad(loss, logprobs), metrics))
+        tokens = loss_inputs()
+        loss, metrics = module.compute_loss(tokens, None)
+        found.append((loss, *torch.autograd.grad(loss, tokens.logprobs), metrics))
     torch.testing.assert_close(found[0][:2], found[1][:2], atol=1e-6, rtol=1e-5)
     assert found[0][2] == pytest.approx(found[1][2])
 
 
 def test_advantages_of_exercises_3_10_and_7_are_those_of_the_library(tmp_path):
-    rewards, mask, group_ids = episodes()
-    loss_mask = mask.clone()
-    loss_mask[3] = False
-    batch = Batch(rewards=rewards, completion_mask=mask, loss_mask=loss_mask, group_ids=group_ids,
-                  turn_ids=torch.zeros(6, 5).long(), values=torch.randn(6, 5))  # fmt: skip
+    rewards, rollout, group_ids = episodes()
+    batch = Tokens(rewards=rewards, rollout=rollout, in_loss=rollout != 3, turn=rollout * 0,
+                   group=group_ids[rollout], old_values=torch.randn(20),
+                   discounts=torch.ones(20))  # fmt: skip
     for exercises, algo, options in (
         ((3, 5), grpo, OPTIONS), ((10, 5), reinforce, reinforce.Options("group")),
         ((5, 7), ppo, ppo.Options()),
@@ -101,9 +100,8 @@ def test_draw_repeats_and_returns_the_log_prob_of_the_token(tmp_path):
 )
 def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message):
     text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
-    logprobs, micro = loss_inputs()
     with pytest.raises(UsageError, match=f"^[^\n]*exercise 5[^\n]*{message}[^\n]*$"):
-        make_algorithm(tmp_path, clipped_loss=text).compute_loss(logprobs, None, micro, OPTIONS)
+        make_algorithm(tmp_path, clipped_loss=text).compute_loss(loss_inputs(), OPTIONS)
 
 
 def load(text: str, **settings: object) -> ScratchAlgorithm:

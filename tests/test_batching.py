@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from algorithms import grpo
 from core.batching import (
     add_advantages,
     cut,
-    micro_batches,
     minibatches,
     shape_rewards,
-    to_rollout_batch,
+    to_tokens,
 )
 from core.config import Config
 from core.faults import UsageError
@@ -29,32 +29,32 @@ DROPPED = rollout(([1, 2], [3, 9], 0.0), ([1, 2, 9, 4], [5, 6, 9], 1.0))  # 3 le
 
 
 def test_advantages_have_the_shape_of_the_batch_and_numbers_are_logged():
-    batch = to_rollout_batch([DROPPED, DROPPED])
-    given = torch.ones(2, 5)
+    batch = to_tokens([DROPPED, DROPPED])
+    given = torch.ones(10)
     add_advantages(batch, {"advantages": given, "returns": given * 2, "mine/mean": given.mean()})
-    assert batch.advantages is given and batch.metrics["mine/mean"] == 1.0
-    for wrong in (given.T, given[:, :1], given[:, 0]):
-        with pytest.raises(UsageError, match=r"returns has the shape .*, \[2, 5\]$"):
+    assert batch.advantages is given and batch.numbers_to_log["mine/mean"] == 1.0
+    for wrong in (given[None], given[:9], given.view(2, 5)):
+        with pytest.raises(UsageError, match=r"returns has the shape .*, not \[10\]"):
             add_advantages(batch, {"advantages": given, "returns": wrong})
 
 
 def test_a_changed_context_starts_a_new_sequence():
-    batch = to_rollout_batch([DROPPED])
+    batch = to_tokens([DROPPED])
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 9], [1, 2, 9, 4, 5, 6, 9]]
-    assert [s.places for s in batch.sequences] == [[-1, -1, 0, 1], [-1, -1, -1, -1, 2, 3, 4]]
+    assert [s.numbers for s in batch.sequences] == [[-1, -1, 0, 1], [-1, -1, -1, -1, 2, 3, 4]]
 
 
 def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
     """Two contexts in turn, such as an agent and the one that it asks; then a branch."""
-    batch = to_rollout_batch([rollout(
+    batch = to_tokens([rollout(
         ([1], [2], 0.0), ([5], [6], 0.0), ([1, 2, 3], [4], 0.0), ([5, 6, 7], [8], 0.0),
         ([1, 2, 9], [4], 0.0), ([1, 2, 3, 4], [2], 1.0),
     )])  # fmt: skip
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 4, 2], [5, 6, 7, 8], [1, 2, 9, 4]]
-    places = [[-1, 0, -1, 2, 5], [-1, 1, -1, 3], [-1, -1, -1, 4]]
-    assert [s.places for s in batch.sequences] == places
+    numbers = [[-1, 0, -1, 2, 5], [-1, 1, -1, 3], [-1, -1, -1, 4]]
+    assert [s.numbers for s in batch.sequences] == numbers
     begun = [([1, 2, 3], [4], 0.0), ([1], [2], 0.0)]  # the next prompt begins with both
-    batch = to_rollout_batch([rollout(*begun, ([1, 2, 3, 4, 5], [6], 0.0))])
+    batch = to_tokens([rollout(*begun, ([1, 2, 3, 4, 5], [6], 0.0))])
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 4, 5, 6], [1, 2]]
 
 
@@ -62,48 +62,38 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
 @pytest.mark.parametrize("share", [False, True])
 def test_micro_batches_keep_their_budget_and_every_sampled_token(max_tokens, share):
     alike = [rollout(([1, 2, 3, 4, 5, 6], [i], 0.0)) for i in range(7, 12)]
-    batch = to_rollout_batch([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1), *alike])
-    mask = batch.completion_mask
-    known = torch.arange(mask.numel(), dtype=torch.float32).view_as(mask) + 1
-    back, seen = torch.zeros_like(known), 0
+    batch = to_tokens([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1), *alike])
+    seen = []
     for micro in cut(batch.sequences, max_tokens, share=share):
         size = len(micro.tree) if share else micro.input_ids.numel()
         assert size <= max_tokens or len(micro.input_ids) == 1
-        here = micro.gather(known)
-        assert (here[~micro.completion_mask] == 0).all()
-        micro.scatter(here, into=back)
-        seen += micro.num_tokens
+        seen += zip(micro.numbers.tolist(), micro.targets.tolist(), strict=True)
         if share:
             real = micro.input_ids != 0
             assert torch.equal(micro.tree.input_ids[0, micro.nodes[real]], micro.input_ids[real])
-    assert torch.equal(back, known * mask)
-    assert seen == batch.num_tokens == 15
+    assert sorted(seen) == sorted(
+        (number, token) for s in batch.sequences
+        for number, token in zip(s.numbers, s.token_ids, strict=True) if number >= 0
+    )  # fmt: skip
+    assert [number for number, _ in sorted(seen)] == [*range(15)]
 
 
-def test_a_micro_batch_has_the_groups_of_its_rows(policy):
-    policy.micro_batch_tokens = 3  # not all rollouts, each of which samples its group's number
-    batch = to_rollout_batch([rollout(([1], [g], 0.0), group_id=g) for g in (4, 7, 7, 9)])
-    micros = [*micro_batches(policy, batch)]
-    assert len(micros) == 2
-    for micro in micros:
-        assert micro.group_ids.tolist() == micro.input_ids[:, 1].tolist()
-
-
-def test_gather_aligns_each_logprob_with_the_token_that_it_predicts():
-    batch = to_rollout_batch([TWO_TURNS])
+def test_what_is_known_of_a_token_stands_at_its_number():
+    batch = to_tokens([TWO_TURNS])
     (micro,) = cut(batch.sequences, 100)
-    targets = micro.input_ids[:, 1:][micro.completion_mask]
-    assert micro.gather(batch.sampler_logprobs)[micro.completion_mask].tolist() == [
-        -0.5 * t for t in targets.tolist()
-    ]
+    known = batch[micro.numbers]
+    assert known.sampler_logprobs.tolist() == [-0.5 * t for t in micro.targets.tolist()]
+    states = micro.input_ids.flatten()[micro.predictors]  # of the token before each
+    assert states.tolist() == [2, 3, 4, 5] and micro.targets.tolist() == [3, 9, 5, 9]
 
 
-def test_a_batch_without_tokens_is_one_row_of_padding():
+def test_a_batch_without_tokens():
     for rollouts in ([], [Rollout("env", "player", 0, 0)]):
-        batch = to_rollout_batch(rollouts)
-        assert batch.completion_mask.tolist() == [[False]] and batch.num_tokens == 0
+        batch = to_tokens(rollouts)
+        shape_rewards(Config(), batch)
+        assert len(batch) == len(grpo.compute_advantages(batch, grpo.Options())) == 0
         assert batch.sequences == []
-    assert list(minibatches(0, num_epochs=2, num_minibatches=4, seed=0)) == []
+    assert list(minibatches(Config(num_epochs=2, num_minibatches=4), 0, 1)) == []
 
 
 def test_turn_ids_lengths_and_token_limits_are_at_the_tokens_of_their_turn():
@@ -111,22 +101,24 @@ def test_turn_ids_lengths_and_token_limits_are_at_the_tokens_of_their_turn():
         Turn([1], [5, 6], [-1.0, -1.0], "stop", 0.5),
         Turn([1, 5, 6, 9], [7, 8, 4], [-1.0] * 3, "length", 2.0),
     ]
-    batch = to_rollout_batch([Rollout("e", "player", 0, 0, turns=turns)])
-    assert batch.turns.tolist() == [[0, 0, 1, 1, 1]]
-    assert batch.completion_lengths.tolist() == [[0, 2, 0, 0, 3]]
-    assert batch.hit_token_limit.tolist() == [[False, False, True, True, True]]
-    assert batch.env_rewards.tolist() == [[0.0, 0.5, 0.0, 0.0, 2.0]]
+    batch = to_tokens([Rollout("e", "player", 0, 0, turns=turns)])
+    assert batch.env_turn.tolist() == [0, 0, 1, 1, 1]
+    assert batch.completion_lengths.tolist() == [0, 2, 0, 0, 3]
+    assert batch.hit_token_limit.tolist() == [False, False, True, True, True]
+    assert batch.env_rewards.tolist() == [0.0, 0.5, 0.0, 0.0, 2.0]
 
 
 def test_each_epoch_splits_all_rollouts_in_another_order():
-    steps = list(minibatches(10, num_epochs=2, num_minibatches=3, seed=4))
+    cfg = Config(num_epochs=2, num_minibatches=3)
+    steps = [(step.epoch, step.rollouts) for step in minibatches(cfg, 10, update=4)]
     assert [(epoch, len(rows)) for epoch, rows in steps] == [
         (0, 3), (0, 4), (0, 3), (1, 3), (1, 4), (1, 3),
     ]  # fmt: skip
     for epoch in (0, 1):
         assert sorted(row for e, rows in steps if e == epoch for row in rows) == list(range(10))
     assert [rows for _, rows in steps[:3]] != [rows for _, rows in steps[3:]]
-    assert steps == list(minibatches(10, 2, 3, seed=4)) != list(minibatches(10, 2, 3, seed=5))
+    again, other = ([(s.epoch, s.rollouts) for s in minibatches(cfg, 10, u)] for u in (4, 5))
+    assert steps == again != other
 
 
 def test_the_batch_has_the_rewards_that_the_environment_reports():
@@ -134,7 +126,7 @@ def test_the_batch_has_the_rewards_that_the_environment_reports():
         turn = Turn([1], [2], [-0.5], "stop", 1.0)
         return Rollout("e", "player", 0, 0, turns=[turn], info=info)
 
-    batch = to_rollout_batch([
+    batch = to_tokens([
         rollout(reward_b=0.5, reward_a=True, weight_b=0.1, correct=True, reward_text="no"),
         rollout(reward_a=0),
     ])  # fmt: skip

@@ -9,11 +9,11 @@ from conftest import needs
 from jsonschema import validate
 from test_agents import collect, write  # noqa: F401 (a fixture)
 
-import train
-from core.batching import to_rollout_batch
+from core.batching import to_tokens
 from core.extras import constrain
 from core.run.log import read_records
 from core.sampler import Request, SamplingParams, TorchSampler
+from core.scoring import score_tokens
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
 
@@ -50,9 +50,10 @@ def sample(policy, params, schema, odd=None, sampler=None):
         ended |= sampler.step()
     turns = [Turn(r.prompt, (c := ended[r]).token_ids, c.logprobs, c.finish_reason,
                   kept_ids=c.kept_ids) for r in requests]  # fmt: skip
-    batch = to_rollout_batch([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
-    scored, _ = train.score_logprobs(policy, batch, params.temperature or 1.0)
-    return requests, [ended[request] for request in requests], batch, scored
+    batch = to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
+    scored = score_tokens(policy, batch, params.temperature or 1.0)["logprobs"]
+    rows = scored.split([len(turn.completion_ids) for turn in turns])
+    return requests, [ended[request] for request in requests], batch, rows
 
 
 def ids_of(kept):
@@ -104,7 +105,7 @@ def test_a_batch_has_requests_with_and_without_a_schema(policy):
     _, whole, *_ = sample(policy, params, SCHEMA)
     assert sampler.max_batch == 6
     assert [c.token_ids for c in mixed[::2]] == [c.token_ids for c in whole[::2]]
-    gap = (scored - batch.sampler_logprobs)[batch.completion_mask].abs()
+    gap = (torch.cat(scored) - batch.sampler_logprobs).abs()
     assert gap.max() < 1e-4 and gap.mean() < 1e-5
     assert [c.kept_ids is None for c in mixed] == [False, True] * 6
     for completion in whole:

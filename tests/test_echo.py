@@ -11,10 +11,10 @@ from test_sdpo import TEMPERATURE, gradients
 import train
 from algorithms.variants import echo
 from core import config
-from core.batching import OBSERVED, micro_batches, to_rollout_batch
+from core.batching import to_tokens
 from core.chat_template import ids_after_completion, prompt_ids
 from core.episodes import RolloutCollector
-from core.observations import mark_observations
+from core.observations import observed_in
 from core.policy import Policy
 from core.tasks import Task
 from core.tiny import tiny_tokenizer
@@ -82,13 +82,11 @@ def test_its_gradient_is_that_of_grpo_and_of_a_cross_entropy(
 
 def observed_texts(policy, turns):
     """What is to be predicted, in one text for each stretch of tokens; never a sampled token."""
-    batch = to_rollout_batch([Rollout("test", "player", 0, 0, turns=turns)])
-    mark_observations(policy.tokenizer, batch)
-    [sequence] = batch.sequences
-    num_sampled = sum(len(turn.completion_ids) for turn in turns)
-    assert [p for p in sequence.places if p >= 0] == [*range(num_sampled)]
-    seen = zip(sequence.token_ids, sequence.places, strict=True)
-    text = "".join(policy.tokenizer.decode(i) if p == OBSERVED else "\0" for i, p in seen)
+    [sequence] = to_tokens([Rollout("test", "player", 0, 0, turns=turns)]).sequences
+    observed = observed_in(policy.tokenizer, sequence)
+    assert all(sequence.numbers[i] < 0 for i in observed)
+    seen = enumerate(sequence.token_ids)
+    text = "".join(policy.tokenizer.decode(x) if i in observed else "\0" for i, x in seen)
     return [part for part in text.split("\0") if part]
 
 
@@ -114,11 +112,3 @@ def test_a_run_with_one_turn_says_that_nothing_is_predicted(command, tmp_path):
     code, out, err = command(*SMALL, "--algo", "echo", "--run-name", "one")
     assert code == 0 and "nothing to predict" in " ".join(f"{out} {err}".split())
     assert not any("loss/echo" in record for record in metrics_of(tmp_path / "runs/one"))
-
-
-def test_the_weights_of_the_observations_of_a_gradient_step_add_up_to_1(policy):
-    batch = to_rollout_batch(draw_rollouts()[0])
-    mark_observations(policy.tokenizer, batch)
-    for rows in ([1, 2], [4, 5]):
-        weights = [micro.observation_weights for micro in micro_batches(policy, batch, rows)]
-        assert sum(x.sum().item() for x in weights) == pytest.approx(1)

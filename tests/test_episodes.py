@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.batching import to_rollout_batch
+from core.batching import to_tokens
 from core.episodes import RolloutCollector, with_lowest_return
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.seeds import derive_seed
@@ -131,11 +131,11 @@ def test_a_fresh_message_starts_a_context_without_earlier_turns(policy):
         "<|user|>1 left<|end|><|assistant|>",
     ]
     assert len(rollout.messages) == 6  # the rollout keeps all messages
-    batch = to_rollout_batch([rollout])
+    batch = to_tokens([rollout])
     assert [s.token_ids for s in batch.sequences] == [
         turn.prompt_ids + turn.completion_ids for turn in rollout.turns[1:]
     ]
-    assert batch.num_tokens == 3 * 3
+    assert len(batch) == 3 * 3
 
 
 def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
@@ -229,8 +229,8 @@ def test_drop_thinking_hides_thoughts_from_later_turns_but_trains_on_them(policy
     for sampler, context in ((kept, opening + kept.ids), (dropped, opening + ids_of("yes"))):
         assert sampler.batches[1][0][: len(context)] == context
     assert [turn.completion_ids for turn in rollout.turns] == [kept.ids] * 3
-    batch = to_rollout_batch([rollout])
-    assert batch.num_tokens == 3 * len(kept.ids)
+    batch = to_tokens([rollout])
+    assert len(batch) == 3 * len(kept.ids)
     for sequence, prompts in zip(batch.sequences, dropped.batches, strict=True):
         assert sequence.token_ids == prompts[0] + kept.ids  # each turn in the context it saw
 

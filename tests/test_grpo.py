@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from algorithms import grpo, ppo, reinforce
-from algorithms.common import Batch, Micro, turn_returns
+from algorithms import grpo
 from algorithms.grpo import EPS, Options, compute_advantages, resolve
-from algorithms.variants import cispo, dppo, gspo, kl_cov
+from algorithms.tokens import Tokens, turns_of
+from algorithms.variants import cispo, dppo, gspo
 
 
 def of_returns(returns, group_ids, scale):
     """The advantages of rollouts of one token."""
-    rewards, mask = torch.tensor(returns)[:, None], torch.ones(len(returns), 1) > 0
-    batch = Batch(rewards=rewards, completion_mask=mask, turn_ids=mask.long() * 0,
-                  group_ids=torch.tensor(group_ids))  # fmt: skip
-    return compute_advantages(batch, Options(scale_rewards=scale)).flatten().tolist()
+    rollout = torch.arange(len(returns))
+    batch = Tokens(rewards=torch.tensor(returns), rollout=rollout, turn=rollout * 0,
+                   group=torch.tensor(group_ids), discounts=torch.ones(len(returns)))  # fmt: skip
+    return compute_advantages(batch, Options(scale_rewards=scale)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -37,24 +37,23 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
     assert of_returns([1000.1] * 3 + [0.0] * 3, [0, 0, 0, 1, 1, 1], scale) == [0.0] * 6
     assert of_returns([3.0], [0], scale) == [0]
     # two rewards of 0.1 and 0.2, or one of 0.3
-    batch = Batch(
-        rewards=torch.tensor([[0.1, 0.2], [0.0, 0.3]]),
-        turn_ids=torch.zeros(2, 2).long(),
-        completion_mask=torch.ones(2, 2) > 0,
-        group_ids=torch.zeros(2),
-    )
-    assert turn_returns(batch)[0].unique().numel() == 2
+    batch = Tokens(
+        rewards=torch.tensor([0.1, 0.2, 0.3]), rollout=torch.tensor([0, 0, 1]),
+        turn=torch.tensor([0, 0, 0]), group=torch.tensor([0, 0, 0]), discounts=torch.ones(3),
+    )  # fmt: skip
+    assert turns_of(batch).returns.unique().numel() == 2
     assert not compute_advantages(batch, Options(scale_rewards=scale)).any()
 
 
 def test_the_deviation_of_a_turn_in_the_batch_is_that_of_the_rollouts_that_have_it():
     """First turns that return 3, 1 and 2; second ones, which only two rollouts have, 3 and 1."""
-    mask = torch.tensor([[True, True], [True, True], [True, False]])
-    batch = Batch(rewards=torch.tensor([[0.0, 3.0], [0.0, 1.0], [2.0, 0.0]]), completion_mask=mask,
-                  turn_ids=torch.tensor([[0, 1]] * 3) * mask, group_ids=torch.zeros(3))  # fmt: skip
+    batch = Tokens(
+        rewards=torch.tensor([0.0, 3.0, 0.0, 1.0, 2.0]), rollout=torch.tensor([0, 0, 1, 1, 2]),
+        turn=torch.tensor([0, 1, 0, 1, 0]), group=torch.zeros(5).long(), discounts=torch.ones(5),
+    )  # fmt: skip
     got = compute_advantages(batch, Options(scale_rewards="batch"))
     first, second = 1 / (1 + EPS), 1 / (math.sqrt(2) + EPS)
-    want = torch.tensor([[first, second], [-first, -second], [0, 0]])
+    want = torch.tensor([first, second, -first, -second, 0])
     torch.testing.assert_close(got, want)
 
 
@@ -65,12 +64,12 @@ def test_scalerl_takes_the_deviation_of_the_batch_and_the_mean_of_each_group():
 
 def loss_of(ratio, advantage, **settings):
     """Of one token: loss, gradient of the log-prob and metrics; π / π_old is `ratio`."""
-    one = torch.ones(1, 1)
+    one = torch.ones(1)
     old = one * math.log(0.2)
     logprobs = (old + math.log(ratio)).requires_grad_()
-    micro = Micro(completion_mask=one > 0, old_logprobs=old, advantages=one * advantage,
-                  importance_weights=one, token_weights=one)  # fmt: skip
-    loss, metrics = grpo.compute_loss(logprobs, None, micro, resolve(Options(**settings)))
+    tokens = Tokens(old_logprobs=old, logprobs=logprobs, advantages=one * advantage,
+                    importance_weights=one, token_weights=one, in_loss=one > 0)  # fmt: skip
+    loss, metrics = grpo.compute_loss(tokens, resolve(Options(**settings)))
     loss.backward()
     return loss.item(), logprobs.grad.item(), metrics
 
@@ -114,12 +113,11 @@ def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
 
 def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_tokens_in_the_loss():
     """Ratios of 2 and 8, and one of 100 that is out of the loss."""
-    mask, in_loss = torch.ones(1, 3) > 0, torch.tensor([[True, True, False]])
-    one = torch.ones(1, 3)
-    micro = Micro(completion_mask=mask, loss_mask=in_loss, old_logprobs=-one, advantages=one,
-                  importance_weights=one, token_weights=in_loss / 2)  # fmt: skip
-    logprobs = torch.tensor([[2.0, 8.0, 100.0]]).log() - 1
-    loss, metrics = gspo.compute_loss(logprobs, None, micro, gspo.Options(clip_high=9.0))
+    one, in_loss = torch.ones(3), torch.tensor([True, True, False])
+    tokens = Tokens(in_loss=in_loss, sequence=torch.zeros(3).long(), old_logprobs=-one,
+                    logprobs=torch.tensor([2.0, 8.0, 100.0]).log() - 1, advantages=one,
+                    importance_weights=one, token_weights=in_loss / 2)  # fmt: skip
+    loss, metrics = gspo.compute_loss(tokens, gspo.Options(clip_high=9.0))
     assert loss.item() == pytest.approx(-4)
     assert metrics["kl/approx"] == pytest.approx(2 - 1 - math.log(2) + 8 - 1 - math.log(8))
 
@@ -135,39 +133,17 @@ def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_tokens_in_the_loss():
 )
 def test_dppo_drops_a_token_whose_probability_has_moved_too_far(sampled, now, advantage, dropped):
     """π_old lies between both; the difference is that to the sampler."""
-    old = torch.tensor([[math.log((sampled + now) / 2)]])
-    logprobs = torch.tensor([[math.log(now)]], requires_grad=True)
-    one = torch.ones(1, 1)
-    micro = Micro(completion_mask=one > 0, old_logprobs=old, advantages=one * advantage,
-                  sampler_logprobs=torch.tensor([[math.log(sampled)]]),
-                  importance_weights=one, token_weights=one)  # fmt: skip
-    loss, metrics = dppo.compute_loss(logprobs, None, micro, dppo.Options(limit=0.2))
+    old = torch.tensor([math.log((sampled + now) / 2)])
+    logprobs = torch.tensor([math.log(now)], requires_grad=True)
+    one = torch.ones(1)
+    tokens = Tokens(in_loss=one > 0, old_logprobs=old, logprobs=logprobs,
+                    advantages=one * advantage,
+                    sampler_logprobs=torch.tensor([math.log(sampled)]),
+                    importance_weights=one, token_weights=one)  # fmt: skip
+    loss, metrics = dppo.compute_loss(tokens, dppo.Options(limit=0.2))
     loss.backward()
     ratio = now / ((sampled + now) / 2)
     assert loss.item() == pytest.approx(0.0 if dropped else -ratio * advantage, abs=1e-6)
     assert logprobs.grad.item() == pytest.approx(loss.item(), abs=1e-6)
     counted = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert counted == (dropped and advantage > 0, dropped and advantage < 0)
-
-
-@pytest.mark.parametrize(
-    "algo, options",
-    [
-        (grpo, resolve(Options())), (gspo, gspo.Options()), (cispo, cispo.resolve(cispo.Options())),
-        (dppo, dppo.Options()), (kl_cov, resolve(kl_cov.Options())), (ppo, ppo.Options()),
-        (reinforce, reinforce.Options()),
-    ],
-)  # fmt: skip
-def test_what_is_off_the_mask_reaches_neither_loss_nor_gradient(algo, options):
-    mask, one = torch.tensor([[True, False]]), torch.ones(1, 2)
-    off = torch.where(mask, one, math.nan)
-    micro = Micro(completion_mask=mask, old_logprobs=-off, sampler_logprobs=-off, advantages=off,
-                  importance_weights=off, token_weights=off, values=off, value_targets=off,
-                  own={"penalty_coef": off})  # fmt: skip
-    logprobs, values = (off * x for x in (-1.1, 0.5))
-    logprobs.requires_grad_(), values.requires_grad_()
-    loss, metrics = algo.compute_loss(logprobs, values, micro, options)
-    loss.backward()
-    assert all(map(math.isfinite, [loss.item(), *metrics.values()]))
-    for gradient in (logprobs.grad, values.grad if algo is ppo else one * mask):
-        assert gradient[0, 0] != 0 == gradient[0, 1]

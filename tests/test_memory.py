@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import load_small, rollouts_of
 
-import train
 from core import batching
 from core.config import Config, resolve
 from core.faults import OutOfMemory, ran_out
@@ -12,6 +11,7 @@ from core.optimizer import make_optimizer
 from core.policy import Policy
 from core.run import memory
 from core.run.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
+from core.scoring import predict
 
 
 def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):
@@ -27,20 +27,20 @@ def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):
 
 
 def gradients_of(policy, batch):
-    """(Log-probs [B, N], gradients of all weights) of the supervised loss."""
+    """(Log-probs [S], gradients of all weights) of the supervised loss."""
     logprobs = torch.zeros_like(batch.env_rewards)
     policy.model.zero_grad()
     for micro in batching.micro_batches(policy, batch):
-        found, _, _ = train.forward(policy, micro, temperature=1.0)
-        (-found[micro.completion_mask].sum() / batch.num_tokens).backward()
-        micro.scatter(found.detach(), into=logprobs)
+        found = predict(policy, micro, temperature=1.0)["logprobs"]
+        (-found.sum() / len(batch)).backward()
+        logprobs[micro.numbers] = found.detach()
     return logprobs, [p.grad.clone() for p in policy.trainable().values()]
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_layers_computed_again_keep_less_and_give_the_same_gradients(qwen3_folder, lora_rank):
     policy = load_small(qwen3_folder, lora_rank=lora_rank, seed=1)
-    batch = batching.to_rollout_batch(rollouts_of(num_groups=3, size=4, prompt=30))
+    batch = batching.to_tokens(rollouts_of(num_groups=3, size=4, prompt=30))
     plain, expected = gradients_of(policy, batch)
     before = bytes_per_token(policy)
     checkpoint_layers(policy)
@@ -119,7 +119,7 @@ def probe(policy, monkeypatch):
     def run(longest, **options):
         cfg = resolve(Config(max_model_len=longest, max_tokens=longest - 1, **options))
         optimizer, said = make_optimizer(policy, 0.1), []
-        memory.probe_peak_memory(cfg, policy, optimizer, train.forward, said.append)
+        memory.probe_peak_memory(cfg, policy, optimizer, said.append)
         return optimizer, said
 
     return run

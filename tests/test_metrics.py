@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from algorithms.tokens import Tokens
 from core import evaluation
-from core.batching import MicroBatch, to_rollout_batch
+from core.batching import to_tokens
 from core.config import Config
 from core.loop.evaluator import Evaluator
 from core.metrics import (
@@ -78,7 +79,7 @@ def test_rollout_metrics_by_hand():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert not {"info/note", "info/correct", "reported/steps"} & metrics.keys()
     assert rollout_metrics(Config(), rollouts[7:]) == {"tokens/sampled": 0}
-    rollouts[0].opponents = {"O": {"player": "older", "messages": []}}  # who may begin
+    rollouts[0].for_log["opponents"] = {"O": {"player": "older", "messages": []}}  # who may begin
     assert "groups/openings" not in rollout_metrics(Config(), rollouts)
 
 
@@ -134,37 +135,31 @@ def test_update_stats_by_hand(cap, mode, capped):
     """Two epochs; the second has a step on three tokens and one on two, one of them in the loss."""
     cfg = Config(tis_cap=cap, tis_mode=mode)
     rollouts = [rollout(1.0, tokens=3), rollout(1.0, tokens=2, reason="length")]
-    batch = to_rollout_batch(rollouts)  # sampler log-probs -0.5
-    batch.loss_mask = batch.completion_mask & ~batch.hit_token_limit
-    batch.metrics["mine"] = 0.5  # of the algorithm
-    stats = UpdateStats(cfg, batch)
-    first = MicroBatch(
-        input_ids=torch.tensor([[1, 5, 5, 5]]),
-        completion_mask=torch.ones(1, 3, dtype=torch.bool),
-        index=torch.tensor([[0, 1, 2]]), nodes=torch.tensor([[0, 1, 2, 3]]), rows=[0],
-    )  # fmt: skip
-    second = MicroBatch(
-        input_ids=torch.tensor([[1, 5, 5, 0]]),
-        completion_mask=torch.tensor([[True, True, False]]),
-        index=torch.tensor([[3, 4, 0]]), nodes=torch.tensor([[0, 1, 2, 3]]), rows=[1],
-    )  # fmt: skip
+    batch = to_tokens(rollouts)  # sampler log-probs -0.5
+    batch.in_loss = ~batch.hit_token_limit
     # 0, 0.5 and 1 from the sampler's
-    first.old_logprobs = second.old_logprobs = torch.tensor([[-0.5, -1.0, -1.5]])
+    batch.old_logprobs = torch.tensor([-0.5, -1.0, -1.5, -0.5, -1.0])
+    batch.numbers_to_log["mine"] = 0.5  # of the algorithm
+    stats = UpdateStats(cfg)
     # 3 is above a cap of 2, 0.4 below 1 / 2; later, in two micro-batches of 0.5 and 0.1, only 0.1
-    first.sampler_ratio = ratio = torch.tensor([[2.0, 0.4, 3.0]])
-    second.sampler_ratio = ratio / 4
-    entropy = torch.tensor([[0.1, 0.2, 0.6]])
-    first.token_weights = second.token_weights = torch.tensor([[0.2, 0.1, 0.0]])
-    second.loss_mask = second.completion_mask & torch.tensor([[True, False, False]])
-    stats.add(first, torch.tensor(7.0), entropy, {"kl/approx": 9.0})
+    first = Tokens(
+        rollout=torch.zeros(3), entropy=torch.tensor([0.1, 0.2, 0.6]),
+        sampler_ratio=torch.tensor([2.0, 0.4, 3.0]), token_weights=torch.tensor([0.2, 0.1, 0.0]),
+        in_loss=torch.tensor([True, True, True]),
+    )  # fmt: skip
+    second = Tokens(
+        rollout=torch.zeros(2), entropy=torch.tensor([0.3, 0.3]),
+        sampler_ratio=torch.tensor([0.5, 0.1]), token_weights=torch.tensor([0.2, 0.1]),
+        in_loss=torch.tensor([True, False]),
+    )  # fmt: skip
+    stats.add(first, torch.tensor(7.0), {"kl/approx": 9.0})
     stats.end_minibatch(0)
     assert (stats.loss, stats.approx_kl) == (7.0, 3.0)
-    batch.old_logprobs = stats.old_logprobs  # as the loop does after the first step
-    stats.add(first, torch.tensor(-2.0), entropy, {"kl/approx": 0.3})
+    stats.add(first, torch.tensor(-2.0), {"kl/approx": 0.3})
     stats.end_minibatch(1)
-    entropy = torch.tensor([[0.3, 0.3, 0.0]])
-    stats.add(second, torch.tensor(-1.0), entropy, {"kl/approx": 0.2})
-    stats.add(second, torch.tensor(-3.0), 0 * entropy, {"kl/approx": 0.0})
+    stats.add(second, torch.tensor(-1.0), {"kl/approx": 0.2})
+    second.entropy = torch.zeros(2)
+    stats.add(second, torch.tensor(-3.0), {"kl/approx": 0.0})
     stats.end_minibatch(1)
     assert (stats.loss, stats.approx_kl) == (-4.0, pytest.approx(0.2 / 2))
     stats.num_steps, stats.grad_norm = 3, 0.25
@@ -176,21 +171,20 @@ def test_update_stats_by_hand(cap, mode, capped):
         "update/skipped": 0.0,
         "mine": 0.5,
     }  # fmt: skip
-    means = stats.means()
+    means = stats.means(batch)
     assert {name: means[name] for name in expected} == pytest.approx(expected)
 
 
-def explained_by(values, rewards, turn_ids, gamma=1.0, masked=0):
-    """baseline/explained_variance of two rollouts; the last `masked` columns are no tokens."""
-    batch = to_rollout_batch([rollout(0.0, tokens=values.shape[1] - masked)] * 2)
-    batch.completion_mask = torch.arange(values.shape[1]) < values.shape[1] - masked
-    batch.completion_mask = batch.completion_mask.expand(values.shape)
-    batch.sampler_logprobs = batch.old_logprobs = torch.zeros(values.shape)
-    batch.rewards, batch.turn_ids, batch.gamma = rewards, turn_ids, gamma
-    batch.values, batch.value_targets = values, values  # as λ = 0 and a discount of 1 would have it
-    stats = UpdateStats(Config(), batch)
+def explained_by(values, rewards, turns, gamma=1.0):
+    """baseline/explained_variance of two rollouts [2, tokens]."""
+    batch = to_tokens([rollout(0.0, tokens=values.shape[1])] * 2)
+    batch.in_loss, batch.old_logprobs = batch.rollout >= 0, batch.sampler_logprobs
+    ends = torch.cat([turns[:, 1:] != turns[:, :-1], turns[:, :1] >= 0], dim=1)  # of a turn
+    batch.rewards, batch.discounts = rewards.flatten(), torch.where(ends, gamma, 1.0).flatten()
+    batch.old_values = batch.value_targets = values.flatten()  # as λ = 0 and γ = 1 would have it
+    stats = UpdateStats(Config())
     stats.epoch_sums["tokens"] = stats.epoch_sums["in_loss"] = 1
-    return stats.means()["baseline/explained_variance"]
+    return stats.means(batch)["baseline/explained_variance"]
 
 
 def test_values_explain_the_rewards_that_followed_and_not_targets_with_values_in_them():
@@ -200,10 +194,9 @@ def test_values_explain_the_rewards_that_followed_and_not_targets_with_values_in
     rewards[0, 3] = 1.0
     assert explained_by(noise, rewards, one_turn) == pytest.approx(1 - 1.25 / 0.25)
     assert explained_by(torch.tensor([[1.0] * 4, [0.0] * 4]), rewards, one_turn) == 1
-    # two turns with γ = 1/2: 1 + 2/2, then 2, which do not vary; the last column is no token
-    rewards = torch.tensor([[1.0, 2.0, 9.0]] * 2)
-    turns, values = torch.tensor([[0, 1, 1]] * 2), torch.tensor([[0.0, 1.0, math.nan]] * 2)
-    assert explained_by(values, rewards, turns, gamma=0.5, masked=1) == 0
+    # two turns with γ = 1/2: 1 + 2/2, then 2, which do not vary
+    rewards, turns = torch.tensor([[1.0, 2.0]] * 2), torch.tensor([[0, 1]] * 2)
+    assert explained_by(torch.tensor([[0.0, 1.0]] * 2), rewards, turns, gamma=0.5) == 0
 
 
 def test_seeds_with_the_same_opening_are_one_task():

@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
-from algorithms.common import Micro
 from algorithms.off_policy import importance_weights, sampler_ratio
+from algorithms.tokens import Tokens
 from algorithms.variants import opsm
 
-INF, NAN = float("inf"), float("nan")
-OLD, SAMPLER = torch.tensor([[0.3, 0.2, 0.9]] * 2), torch.tensor([[0.2, 0.4, 0.1]] * 2)
-SAMPLED = torch.tensor([[True, True, True], [True, True, False]])
+INF = float("inf")
+OLD, SAMPLER = torch.tensor([0.3, 0.2, 0.9, 0.3, 0.2]), torch.tensor([0.2, 0.4, 0.1, 0.2, 0.4])
 
 
 @pytest.mark.parametrize(
@@ -23,11 +22,10 @@ SAMPLED = torch.tensor([[True, True, True], [True, True, False]])
     ],
 )
 def test_sampler_ratio_is_trainer_over_sampler(level, want):
-    trainer = OLD.masked_fill(~SAMPLED, NAN).log().requires_grad_()
-    micro = Micro(completion_mask=SAMPLED, old_logprobs=trainer, sampler_logprobs=SAMPLER.log())
-    ratio = sampler_ratio(micro, level)
-    assert ratio[SAMPLED].tolist() == pytest.approx(want, abs=1e-5)
-    assert ratio.shape == OLD.shape and ratio.isfinite().all() and not ratio.requires_grad
+    trainer, sequence = OLD.log().requires_grad_(), torch.tensor([4, 4, 4, 7, 7])
+    tokens = Tokens(old_logprobs=trainer, sampler_logprobs=SAMPLER.log(), sequence=sequence)
+    ratio = sampler_ratio(tokens, level)
+    assert ratio.tolist() == pytest.approx(want, abs=1e-5) and not ratio.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -45,22 +43,22 @@ def test_importance_weights_by_hand(cap, mode, want):
 
 
 def test_rejected_tokens_have_weight_0_and_are_counted():
-    """Rows with ratios π_old / π_sampler of 2 and 1/2, 4 and 1, and 1/4; one token is masked."""
-    ratio = torch.tensor([[2.0, 0.5], [4.0, 1.0], [0.25, 8.0]])
-    sampler, capped = torch.full((3, 2), -1.0), [2.0, 0.5, 3.0, 1.0, 0.25]
-    mask = torch.tensor([[True, True], [True, True], [True, False]])
-    micro = Micro(
-        completion_mask=mask, sampler_logprobs=sampler, old_logprobs=sampler + ratio.log(),
-        advantages=torch.tensor([[1.0] * 2, [-1.0] * 2, [-1.0] * 2]), token_weights=mask / 5,
-        loss_mask=mask & torch.tensor([True, False]),
+    """Sequences with ratios π_old / π_sampler of 2 and 1/2, 4 and 1, and 1/4."""
+    ratio = torch.tensor([2.0, 0.5, 4.0, 1.0, 0.25])
+    sampler, capped = torch.full((5,), -1.0), [2.0, 0.5, 3.0, 1.0, 0.25]
+    tokens = Tokens(
+        sampler_logprobs=sampler, old_logprobs=sampler + ratio.log(),
+        sequence=torch.tensor([0, 0, 1, 1, 2]), token_weights=torch.full((5,), 1 / 5),
+        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]),
+        in_loss=torch.tensor([True, False, True, False, True]),
     )  # fmt: skip
-    logprobs = sampler - 2.0  # further from the sampler than 1.5 nats
+    tokens.logprobs = sampler - 2.0  # further from the sampler than 1.5 nats
 
     def weights(**given):
-        micro.importance_weights = importance_weights(ratio, cap=3.0)
+        tokens.importance_weights = importance_weights(ratio, cap=3.0)
         options = opsm.resolve(opsm.Options(**given))
-        metrics = opsm.compute_loss(logprobs, None, micro, options)[1]
-        return micro.importance_weights[mask].tolist(), metrics["weights/rejected"]
+        metrics = opsm.compute_loss(tokens, options)[1]
+        return tokens.importance_weights.tolist(), metrics["weights/rejected"]
 
     assert weights(limit=0.0) == (pytest.approx(capped), 0)
     band = weights(limit=0.0, reject_low=0.5, reject_high=1.5)  # the rows' means are 1, 2 and 1/4

@@ -134,7 +134,7 @@ def test_calls_in_the_history_and_their_results_are_text(server, policy):
     called = clean_message({"role": "assistant", "content": "Hm", "tool_calls": calls})
     history = [called, {"role": "tool", "content": "5"}, *chat("cherry")]
     [completion] = sample(server, policy, [history])
-    assert (completion.error, completion.text) == ("", "<answer>2</answer>")
+    assert (completion.finish_reason, completion.text) == ("stop", "<answer>2</answer>")
     texts = [
         'Hm\n<tool_call>{"name": "look", "arguments": {"é": 1}}</tool_call>\n'
         '<tool_call>{"name": "see", "arguments": {"é": 1}}</tool_call>',
@@ -203,7 +203,8 @@ def test_broken_answer_fails_its_own_request(server, policy, answer, reason, mon
     server.broken = {"bad": answer}
     first, broken, last = sample(server, policy, [chat("pear"), chat("bad"), chat("cherry")])
     assert (first.text, last.text) == ("<answer>1</answer>", "<answer>2</answer>")
-    assert first.error == last.error == "" and re.search(reason, broken.error), broken.error
+    assert first.finish_reason == last.finish_reason == "stop"
+    assert broken.finish_reason == "error" and re.search(reason, broken.text), broken.text
 
 
 def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy, monkeypatch):
@@ -218,7 +219,7 @@ def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy
     while len(ended) < 2:
         ended += sampler.step()
     assert [request for request, _ in ended] == [quick, slow]
-    assert ended[0][1].text == "<answer>1</answer>" and "not complete in 1 s" in ended[1][1].error
+    assert ended[0][1].text == "<answer>1</answer>" and "not complete in 1 s" in ended[1][1].text
     assert {body["seed"] for _, body, _ in server.asked} >= {derive_seed(7, 1), derive_seed(0, 0)}
 
 
@@ -228,10 +229,10 @@ def test_after_eight_failures_in_a_row_no_request_is_sent(server, policy, monkey
     sampler = OpenAISampler(policy, server.url, "m")
     words = ["pear", *["bad"] * 8, *["pear"] * 400]  # some are sent before the eighth is counted
     completions = complete(sampler, [Request([], PARAMS, chat=chat(word)) for word in words])
-    assert completions[0].error == "" and "Expecting" in completions[8].error
-    assert "8 requests in a row failed" in completions[-1].error
+    assert completions[0].finish_reason == "stop" and "Expecting" in completions[8].text
+    assert "8 requests in a row failed" in completions[-1].text
     [later] = complete(sampler, [Request([], PARAMS, chat=chat("pear"))])
-    assert later.error == completions[-1].error and len(server.asked) < len(words)
+    assert later.text == completions[-1].text and len(server.asked) < len(words)
 
 
 def eval_words(number):

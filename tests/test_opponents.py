@@ -65,7 +65,8 @@ def test_the_seed_decides_the_seat_and_a_group_shares_it(policy, tmp_path):
     ]  # fmt: skip
     for r in rollouts:
         other = {"first": "second", "second": "first"}[r.agent]
-        assert list(r.opponents) == [other] and r.opponents[other]["player"] == "demonstrate"
+        assert list(r.for_log["opponents"]) == [other]
+        assert r.for_log["opponents"][other]["player"] == "demonstrate"
         answers = [m for m in r.messages if m["role"] == "assistant"]
         assert answers and {m["content"] for m in answers} == {"<move>1</move>"}
         assert len(answers) == len(r.turns)
@@ -77,7 +78,7 @@ def test_draws_of_an_opponent_depend_on_the_seed_and_the_place_only(policy, tmp_
         tasks = [Task("nim:opponent=./a", s, i) for i, s in enumerate([1, 3, *extra])]
         sampler = Scripted(policy, "<move>1</move>")
         found = collector.collect(tasks, sampler, replace(PARAMS, seed=seed))
-        return [r.opponents for r in found if r.seed in (1, 3)]
+        return [r.for_log["opponents"] for r in found if r.seed in (1, 3)]
 
     step = Nim.step  # no answer is unreadable
     monkeypatch.setattr(
@@ -162,9 +163,9 @@ def test_an_opponent_samples_at_temperature_1_in_evaluations_too(policy, tmp_pat
 def test_an_older_copy_has_the_newest_weights_although_older_ones_sample(command, monkeypatch):
     copied, update_copies = [], Opponents.update_copies
 
-    def take_step(cfg, run, *rest):
+    def take_step(run, *rest):
         with torch.no_grad():
-            next(iter(run.policy.trainable().values())).fill_(rest[-1])  # the number of the update
+            next(iter(run.policy.trainable().values())).fill_(run.next_update)
         return True
 
     def note(opponents):

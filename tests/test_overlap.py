@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import train
 from core import distributed
 from core.faults import Stopped
+from core.loop import play
 from core.run.ahead import Ahead, copy_of
 from core.run.checkpoint import find_checkpoint
 from core.run.interrupt import Interrupt
@@ -78,13 +79,13 @@ class Fails(Env):
 @pytest.fixture
 def threads(monkeypatch):
     """The names of the threads that collected, by update."""
-    seen, collect = {}, train.collect_rollouts
+    seen, collect = {}, play.collect
 
-    def collect_rollouts(cfg, run, update):
+    def collect_rollouts(run, update):
         seen[update] = threading.current_thread() is threading.main_thread()
-        return collect(cfg, run, update)
+        return collect(run, update)
 
-    monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
+    monkeypatch.setattr(play, "collect", collect_rollouts)
     return seen
 
 
@@ -108,10 +109,10 @@ def test_ctrl_c_in_an_update_saves_and_the_resumed_run_goes_on_exactly(command, 
     assert command(*SMALL, "--overlap", "--run-name", "a")[0] == 0
     step = train.take_step
 
-    def interrupted(cfg, run, stats, epoch, update):
-        if update == 2:  # while the episodes of update 3 are played
+    def interrupted(run, stats, gradient_step):
+        if run.next_update == 2:  # while the episodes of update 3 are played
             signal.raise_signal(signal.SIGINT)
-        return step(cfg, run, stats, epoch, update)
+        return step(run, stats, gradient_step)
 
     monkeypatch.setattr(train, "take_step", interrupted)
     code, out, _ = command(*SMALL, "--overlap", "--run-name", "b")
@@ -141,19 +142,19 @@ def test_where_the_next_episodes_fail_the_update_is_saved_first(command, older):
 
 def test_the_sampler_gets_new_weights_once_no_episode_is_open(command, monkeypatch):
     waited, playing, seen = threading.Event(), [], []
-    collect, wait = train.collect_rollouts, Ahead.wait
+    collect, wait = play.collect, Ahead.wait
 
-    def collect_rollouts(cfg, run, update):
+    def collect_rollouts(run, update):
         if threading.current_thread() is threading.main_thread():
-            return collect(cfg, run, update)
+            return collect(run, update)
         playing.append(update)
         assert waited.wait(60)  # until the loop waits for this thread
         waited.clear()
-        collected = collect(cfg, run, update)
+        collected = collect(run, update)
         playing.clear()
         return collected
 
-    monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
+    monkeypatch.setattr(play, "collect", collect_rollouts)
     monkeypatch.setattr(Ahead, "wait", lambda ahead: waited.set() or wait(ahead))
     monkeypatch.setattr(Sampler, "sync", lambda sampler: seen.append([*playing]))
     assert command(*SMALL, "--overlap", "--run-name", "a")[0] == 0

@@ -36,20 +36,21 @@ class Options(LoopOptions):
     limit: int | None = None
     on: bool = True
 """
-LAST = "return torch.where(batch.completion_mask, (returns == best).float(), 0.0)"
-WITH_METRIC = """advantages = torch.where(batch.completion_mask, (returns == best).float(), 0.0)
-    return {"advantages": advantages, "mine/best": best.mean()}
+LAST = "return advantages[turns.of_token]  # [S]: of each sampled token"
+WITH_METRIC = """return {"advantages": advantages[turns.of_token], "mine/best": advantages.mean()}
 
 
 def compute_loss(*of_grpo):
     loss, sums = grpo.compute_loss(*of_grpo)
-    return loss, sums | {"mine/tokens": of_grpo[2].completion_mask.sum()}"""
+    return loss, sums | {"mine/tokens": len(of_grpo[0])}"""
 SHORT = "--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 2".split()
 
 
 def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
     assert LAST in MINE
-    text = MINE.replace(LAST, WITH_METRIC).replace("algorithms import", "algorithms import grpo,")
+    text = MINE.replace(LAST, WITH_METRIC).replace(
+        "import torch", "import torch\nfrom algorithms import grpo"
+    )
     Path("mine.py").write_text(text)
     algo = ["--algo", "mine.py", "--mine.clip-high", "0.28"]
     code, out, err = command(*SHORT, *algo, "--num-updates", "1", "--run-name", "a")
@@ -77,14 +78,18 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
         (MINE.replace("@dataclass(frozen=True)\n", ""), "Options must be a dataclass"),
         (MINE.replace("float = 0.2  #", "float  #"), "Options.clip_low needs a default"),
         (MINE.replace('{"groups", ', '{"group", '), "needs 'group': choose groups, value_head, "),
+        (MINE + "def compute_loss(logprobs, micro, options): ...", "compute_loss takes (to"),
+        (MINE.replace("turns_of(tokens)", "tokens.turn_ids"), "turn_ids is not known of these tok"),
+        (MINE.replace("[turns.of_token]", "[:, None]"), "advantages has the shape [8, 1], not ["),
+        (MINE + "def compute_loss(tokens, options): return tokens.logprobs, {}", "has the shape ["),
+        (MINE + "def compute_loss(tokens, options): return tokens.logprobs.sum()", "a dict; its"),
     ],
-    ids=range(5),
+    ids=range(10),
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
-    code, out, err = command("--algo", "mine.py")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("train.py: --algo ") and named in err
+    code, _, err = command(*SHORT, "--algo", "mine.py", "--num-updates", "1")
+    assert code == 2 and err.count("\n") == 1 and err.startswith("train.py: ") and named in err
 
 
 def test_options_of_all_kinds_are_read_again(tmp_path):

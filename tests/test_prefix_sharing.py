@@ -10,12 +10,12 @@ from conftest import load_small, rollouts_of, save_small
 from torch.nn.functional import rms_norm
 
 import core.loading as loading
-import train
 from algorithms.token_logprobs import token_logprobs
 from core import batching
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.prefix_sharing import make_tree
+from core.scoring import predict
 from runs.families.families import save_model
 
 
@@ -89,15 +89,15 @@ def test_families_give_the_results_of_separate_sequences(family, lora_rank, tmp_
 def test_logits_are_computed_once_for_tokens_sampled_after_the_same_prefix():
     """Two sequences a b c and a b d, of which c and d were sampled, and c twice."""
     ids = torch.tensor([[7, 8, 1], [7, 8, 2], [7, 8, 1]])
-    tree, mask = make_tree(ids.tolist()), torch.tensor([[False, True]] * 3)
+    tree = make_tree(ids.tolist())
     hidden, sizes = torch.eye(4)[:, :2].requires_grad_(), []
 
     def to_logits(h):
         sizes.append(len(h))
         return h @ torch.tensor([[0.0] * 9, [1.0] + [0.0] * 7 + [2.0]])
 
-    logprobs, _ = token_logprobs(hidden, tree.nodes, ids, mask, to_logits)
-    assert sizes == [1] and torch.equal(logprobs[:, 1], logprobs[0, 1].expand(3))
+    logprobs, _ = token_logprobs(hidden, tree.nodes[:, 1], ids[:, 2], to_logits)
+    assert sizes == [1] and torch.equal(logprobs, logprobs[0].expand(3))
     logprobs.sum().backward()
     assert (hidden.grad.abs().sum(1) > 0).tolist() == [False, True, False, False]
 
@@ -105,20 +105,24 @@ def test_logits_are_computed_once_for_tokens_sampled_after_the_same_prefix():
 def test_rollouts_without_an_advantage_need_no_backward_pass(qwen3_folder, monkeypatch):
     """Their log-probs are computed all the same; with the entropy bonus they have a gradient."""
     policy = load_small(qwen3_folder)
-    batch = batching.to_rollout_batch(rollouts_of(num_groups=3, size=2, prompt=10))
+    batch = batching.to_tokens(rollouts_of(num_groups=3, size=2, prompt=10))
     batch.advantages = torch.zeros_like(batch.env_rewards)
-    batch.advantages[2:4] = batch.completion_mask[2:4].float()
+    batch.advantages[(batch.rollout == 2) | (batch.rollout == 3)] = 1.0
     micros = list(batching.micro_batches(policy, batch))
-    assert [sorted({*micro.rows}) for micro in micros] == [[2, 3], [0, 1, 4, 5]]
+    assert [sorted({s.rollout for s in micro.sequences}) for micro in micros] == [
+        [2, 3],
+        [0, 1, 4, 5],
+    ]
     optimizer = make_optimizer(policy, lr=1e-3)
     passes = []
     monkeypatch.setattr(torch.autograd, "backward", lambda *args: passes.append(args))
     for coefficient in (0.0, 0.1):
         for micro in micros:
-            logprobs, entropy, _ = train.forward(policy, micro, 1.0, entropy_grad=coefficient > 0)
-            assert (logprobs[micro.completion_mask] < 0).all()
-            loss = (logprobs * micro.advantages).sum() - coefficient * entropy.sum()
-            optimizer.backward(loss, (logprobs, entropy, None))
+            outputs = predict(policy, micro, 1.0, entropy_grad=coefficient > 0)
+            logprobs, entropy = outputs["logprobs"], outputs["entropy"]
+            assert (logprobs < 0).all()
+            loss = (logprobs * batch.advantages[micro.numbers]).sum() - coefficient * entropy.sum()
+            optimizer.backward(loss, (logprobs, entropy))
     assert len(passes) == 1 + 2
 
 

@@ -25,7 +25,9 @@ def rollout(**changes):
 def test_rollouts_are_logged_with_everything_that_the_report_shows(tmp_path):
     trace = {"text": ["a"], "sampler": [-0.5], "trainer": [-0.5], "after": [0.0], "advantage": [1]}
     with RunLog(tmp_path, CONFIG) as log:
-        log.log_rollouts("train", 1, [rollout(), rollout(token_traces=[trace], tools=["look"])])
+        log.log_rollouts(
+            "train", 1, [rollout(), rollout(for_log={"token_traces": [trace], "tools": ["look"]})]
+        )
     plain, traced = read_records(tmp_path / "rollouts.jsonl")
     assert plain == {
         "update": 1, "kind": "train", "env": "e", "agent": "player", "seed": 3, "group_id": 4,

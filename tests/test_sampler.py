@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-import train
 from core import canary, nanollm
 from core import sampler as sampler_module
-from core.batching import to_rollout_batch
+from core.batching import to_tokens
 from core.faults import Fault, UsageError
 from core.kv_cache import SharedPrefixCache, prefill
 from core.loading import load_policy
 from core.nanollm import make_sampler
 from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
+from core.scoring import score_tokens
 from core.types import Rollout, Turn
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
@@ -218,13 +218,14 @@ def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy):
     turns = [Turn(p, c.token_ids, c.logprobs, c.finish_reason, kept_ids=c.kept_ids)
              for p, c in zip(prompts, completions, strict=True)]  # fmt: skip
     rollouts = [Rollout("e", "p", 0, i, turns=[turn]) for i, turn in enumerate(turns)]
-    batch = to_rollout_batch(rollouts)
-    old, _ = train.score_logprobs(policy, batch, temperature=0.8)
-    gap = (old - batch.sampler_logprobs)[batch.completion_mask]
+    batch = to_tokens(rollouts)
+    old = score_tokens(policy, batch, temperature=0.8)["logprobs"]
+    gap = old - batch.sampler_logprobs
     assert gap.abs().max() < 1e-4
-    batch.kept_ids = {}
-    over_all, _ = train.score_logprobs(policy, batch, temperature=0.8)
-    assert (over_all - batch.sampler_logprobs)[batch.completion_mask].mean() < -0.05
+    for turn in turns:
+        turn.kept_ids = None
+    over_all = score_tokens(policy, batch, temperature=0.8)["logprobs"]
+    assert (over_all - batch.sampler_logprobs).mean() < -0.05
 
 
 def test_make_sampler_auto_uses_torch_if_vllm_does_not_start(policy, monkeypatch):

@@ -25,13 +25,13 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from test_sampler import check_first_tokens, trainer_gap
 
-import train
 from core import canary, distributed
 from core.config import Config, is_installed, resolve
 from core.extras import server_sampler, weight_transfer
 from core.extras.server_sampler import SAMPLE, ServerSampler
 from core.faults import UsageError
 from core.loading import load_policy
+from core.loop import play
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
 from core.sampler import Request, SamplingParams, TorchSampler
@@ -660,7 +660,7 @@ def test_a_run_learns_on_vllms_servers_while_one_is_killed_and_comes_back(
     engines, command, monkeypatch
 ):
     monkeypatch.setattr(server_sampler, "TRY_AGAIN_S", 0.2)
-    send, collect, now = ServerSampler._send, train.collect_rollouts, Counter()
+    send, collect, now = ServerSampler._send, play.collect, Counter()
 
     def kill_in_update_2(sampler, *arguments):
         now["sent"] += 1
@@ -669,14 +669,14 @@ def test_a_run_learns_on_vllms_servers_while_one_is_killed_and_comes_back(
             engines[1].kill()
             engines[1].start()
 
-    def wait_in_update_5(cfg, run, update):
+    def wait_in_update_5(run, update):
         now.update(update=1, sent=-now["sent"])
         while update == 5 and any(server.lost for server in run.sampler.servers):
             run.sampler.step()
-        return collect(cfg, run, update)
+        return collect(run, update)
 
     monkeypatch.setattr(ServerSampler, "_send", kill_in_update_2)
-    monkeypatch.setattr(train, "collect_rollouts", wait_in_update_5)
+    monkeypatch.setattr(play, "collect", wait_in_update_5)
     code, out, err = command(
         *"--lora-rank 8 --lr 1e-3 --num-updates 6 --eval-every 0 --eval-num-tasks 64".split(),
         *"--max-model-len 512 --device cpu --run-name a --sampler server".split(),

@@ -6,6 +6,7 @@ import torch
 from conftest import metrics_of
 
 import train
+from core.loop import play
 
 SMALL = """--num-updates 4 --num-prompts 2 --group-size 4 --eval-num-tasks 0
     --save-every 1 --max-tokens 16 --lr 1e-3 --entropy-coef 0.1 --device cpu""".split()
@@ -13,22 +14,22 @@ SMALL = """--num-updates 4 --num-prompts 2 --group-size 4 --eval-num-tasks 0
 
 def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
     runs, sampling, training = [], [], []  # the weights while each update samples, and trains
-    collect, score = train.collect_rollouts, train.shape_rewards
+    collect, score = play.collect, train.shape_rewards
 
     def weights():
         trained = runs[-1].policy.trainable().values()
         return torch.cat([w.detach().flatten().clone() for w in trained])
 
-    def collect_rollouts(cfg, run, update):
+    def collect_rollouts(run, update):
         runs.append(run)
         sampling.append(weights())
-        return collect(cfg, run, update)
+        return collect(run, update)
 
     def shape_rewards(cfg, batch):
         training.append(weights())
         return score(cfg, batch)
 
-    monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
+    monkeypatch.setattr(play, "collect", collect_rollouts)
     monkeypatch.setattr(train, "shape_rewards", shape_rewards)
     staleness, flags = 2, ("--staleness", 2, "--lora-rank", 4)
     code, out, _ = command(*SMALL, *flags, "--run-name", "a")

@@ -224,7 +224,8 @@ def test_a_failure_costs_its_own_episode(policy, register, request, late):
     class Partial(Scripted):
         def complete(self, request):
             failed = "task 0...." in request.chat[0]["content"]
-            return replace(super().complete(request), error="no server" if failed else "")
+            found = super().complete(request)
+            return replace(found, finish_reason="error", text="no server") if failed else found
 
     closed = []
     register(Faulty)

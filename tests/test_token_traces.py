@@ -1,12 +1,12 @@
 """Token traces hold what the update computed for each token."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import metrics_of
 
+from core.batching import to_tokens
 from core.report.token_traces import _movement, choose_groups, pieces
 from core.run.log import read_records
 from core.types import Rollout, Turn
@@ -86,12 +86,12 @@ def test_a_character_of_several_tokens_appears_at_its_last_token(policy):
 
 def test_the_direction_of_an_update_is_the_correlation_within_groups():
     """Two groups that moved by other amounts: in each the better rollout became likelier."""
-    rollouts = [SimpleNamespace(episode_return=reward) for reward in (1.0, 0.0, 1.0, 0.0)]
-    batch = SimpleNamespace(
-        completion_mask=torch.ones(4, 1, dtype=torch.bool), group_ids=torch.tensor([0, 0, 1, 1]),
-        old_logprobs=torch.zeros(4, 1),
-    )  # fmt: skip
-    found = _movement(rollouts, [0, 1, 2, 3], batch, torch.tensor([[1.0], [0.0], [5.0], [4.0]]))
+    batch = to_tokens([
+        Rollout("e", "p", 0, group, turns=[Turn([1], [2], [0.0], "stop", reward)])
+        for group, reward in ((0, 1.0), (0, 0.0), (1, 1.0), (1, 0.0))
+    ])  # fmt: skip
+    batch.old_logprobs = torch.zeros(4)
+    found = _movement(batch, [0, 1, 2, 3], torch.tensor([1.0, 0.0, 5.0, 4.0]))
     assert found == {"update/moved": 2.5, "update/direction": pytest.approx(1.0)}
-    found = _movement(rollouts, [0, 1, 2, 3], batch, torch.tensor([[0.0], [1.0], [4.0], [5.0]]))
+    found = _movement(batch, [0, 1, 2, 3], torch.tensor([0.0, 1.0, 4.0, 5.0]))
     assert found["update/direction"] == pytest.approx(-1.0)

@@ -331,7 +331,7 @@ def test_results_are_appended_to_the_sampled_ids_by_environments_and_for_program
     )
     assert (ours.error, theirs.error, theirs.episode_return) == ("", "", 1.0)
     assert sampled.prompts == asked.prompts and len(asked.prompts) == 7
-    assert ours.tools == theirs.tools == ["add", "crash", "repeat"]
+    assert ours.for_log["tools"] == theirs.for_log["tools"] == ["add", "crash", "repeat"]
     assert results(ours) == ["5"] * 6 and [t.reward for t in ours.turns] == [0.0] * 6 + [1.0]
     assert ours.info == {"correct": True, "tool_calls": 6, "tool_errors": 0}
     first, second, third, *_ = sampled.prompts

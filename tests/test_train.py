@@ -118,14 +118,14 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
     assert checkpoint.find_checkpoint(Path("runs/cut")).progress["sft_step"] == 1
     assert not list(Path("runs/cut").glob("**/.part*"))
 
-    def die_in_update_3(cfg, batch, made=train.UpdateStats):
+    def die_in_update_3(cfg, batch, shape=train.shape_rewards):
         updates.append(batch)
         if len(updates) == 3:
             raise ZeroDivisionError  # an error that nothing catches
-        return made(cfg, batch)
+        return shape(cfg, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "UpdateStats", die_in_update_3)
+        patch.setattr(train, "shape_rewards", die_in_update_3)
         with pytest.raises(ZeroDivisionError):
             command("--resume", "runs/cut")
     _, newest = sorted(Path("runs/cut/checkpoint").iterdir())
@@ -160,7 +160,7 @@ def test_a_resumed_run_has_all_its_state(command, monkeypatch, pays):
         --staleness 1""".split()
     assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
     with monkeypatch.context() as patch:
-        raise_in(patch, "UpdateStats", signal.SIGINT)
+        raise_in(patch, "shape_rewards", signal.SIGINT)
         assert command(*SMALL, *flags, "--run-name", "cut")[0] == 130
     assert command("--resume", "runs/cut")[0] == 0
     last = metrics_of("runs/cut")[-1]

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-import train
 from algorithms.ppo import Options as PpoOptions
 from core import config
 from core.config import Config
 from core.faults import UsageError
+from core.loop.open import prepare
 from environments.plumbing.installed import NEEDED
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +55,7 @@ COMMANDS = [  # a command line, and what its message names
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
     ("--algo gpro", "choose cispo, "),
     ("--learning-rate 1e-5", "write --lr"),
+    ("--num-steps 100", "write --num-updates"),
     ("--num_prompt=3", "write --num-prompts"),
     ("-algo ppo", "write --algo"),
     ("letter_counting:difficulty=2", "write --env letter_counting:difficulty=2"),
@@ -115,7 +116,7 @@ def check_rejected(command, place, args, named):
 @pytest.mark.parametrize(("settings", "named"), SETTINGS, ids=str)
 def test_invalid_settings_are_named_in_one_line(settings, named):
     with pytest.raises(UsageError, match=re.escape(named)) as error:
-        train.prepare(Config(**settings))
+        prepare(Config(**settings))
     assert str(error.value).isprintable()
 
 

@@ -14,12 +14,11 @@ group, then over groups (arXiv:2510.13786; README.md has the rest of that recipe
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import Tensor
 
-from algorithms import common, grpo
-from algorithms.common import Micro
+from algorithms import grpo
 from algorithms.options import Aggregation, LoopOptions, Range, Scale
+from algorithms.tokens import Tokens, surrogate_metrics
 
 LOSS_TYPES: dict[str, dict[str, Any]] = {
     "cispo": {"scale_rewards": "group", "aggregation": "token"},
@@ -51,17 +50,10 @@ def resolve(options: Options) -> Options:
     return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
-    mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
-    ratio = (logprobs - micro.old_logprobs).exp()
-    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    surrogate = clipped.detach() * advantages * logprobs
-    per_token = -micro.importance_weights * surrogate
-    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    return loss, common.surrogate_metrics(
-        ratio, logprobs, micro, options.clip_low, options.clip_high, either_sign=True
-    )
+    low, high = options.clip_low, options.clip_high
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+    surrogate = ratio.clamp(1 - low, 1 + high).detach() * tokens.advantages * tokens.logprobs
+    loss = -(tokens.token_weights * tokens.importance_weights * surrogate).sum()
+    return loss, surrogate_metrics(tokens, ratio, low, high, either_sign=True)

@@ -18,12 +18,11 @@ of its two divergences only the total variation is here. The value of δ is ours
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from algorithms import common, grpo
-from algorithms.common import Micro
+from algorithms import grpo
 from algorithms.options import Aggregation, Fraction, LoopOptions, Scale
+from algorithms.tokens import Tokens, surrogate_metrics
 
 needs = grpo.needs
 compute_advantages = grpo.compute_advantages
@@ -41,21 +40,15 @@ class Options(LoopOptions):
     """As --grpo.aggregation."""
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
-    mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
-    ratio = (logprobs - micro.old_logprobs).exp()
-    moved = logprobs.detach().exp() - micro.sampler_logprobs.exp()
-    dropped = (moved.abs() > options.limit) & (moved * advantages > 0)
-    surrogate = torch.where(dropped, 0.0, ratio * advantages)
-    per_token = -micro.importance_weights * surrogate
-    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    metrics = common.surrogate_metrics(ratio, logprobs, micro, 1.0, float("inf"))  # no clip
-    low, high = (micro.loss_mask & dropped & (advantages * sign > 0) for sign in (-1, 1))
-    return loss, metrics | {
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+    moved = tokens.logprobs.detach().exp() - tokens.sampler_logprobs.exp()
+    dropped = (moved.abs() > options.limit) & (moved * tokens.advantages > 0)
+    surrogate = ~dropped * ratio * tokens.advantages
+    loss = -(tokens.token_weights * tokens.importance_weights * surrogate).sum()
+    low, high = (tokens.in_loss & dropped & (tokens.advantages * sign > 0) for sign in (-1, 1))
+    return loss, surrogate_metrics(tokens, ratio, 1.0, float("inf")) | {
         "clip/low_fraction": low.sum().item(),
         "clip/high_fraction": high.sum().item(),
     }

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from algorithms import grpo
-from algorithms.common import Micro
 from algorithms.options import Coefficient
+from algorithms.tokens import Tokens
 
 resolve, compute_advantages = grpo.resolve, grpo.compute_advantages
 
@@ -48,12 +48,10 @@ def needs(options: Options) -> set[str]:
     return grpo.needs(options) | {"observations"}
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
-    """GRPO's loss and the cross-entropy of `micro.observation_logprobs` [b, T-1]."""
-    loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
-    if micro.observation_logprobs is None:  # no turn of this step follows another
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
+    """GRPO's loss and `tokens.cross_entropy`, this micro-batch's part of the mean, a number."""
+    loss, metrics = grpo.compute_loss(tokens, options)
+    if "cross_entropy" not in tokens:  # no turn of this step follows another
         return loss, metrics
-    cross_entropy = -(micro.observation_weights * micro.observation_logprobs).sum()
+    cross_entropy = tokens.cross_entropy
     return loss + options.coef * cross_entropy, metrics | {"loss/echo": cross_entropy.item()}

@@ -25,10 +25,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from algorithms import common, grpo
-from algorithms.common import Batch
+from algorithms import grpo
 from algorithms.grpo import EPS
 from algorithms.options import Aggregation, LoopOptions, Range
+from algorithms.tokens import ROUNDING, Tokens, group_sum, minus
 
 NEEDS = {"groups", "reward_parts", "episode_credit"}
 compute_loss = grpo.compute_loss
@@ -48,28 +48,30 @@ class Options(LoopOptions):
     """As --grpo.dual-clip."""
 
 
-def compute_advantages(batch: Batch, options: Options) -> Tensor:
-    """[B, N]: the weighted sum of the normalized rewards, over its std; equal for all tokens.
+def compute_advantages(tokens: Tokens, options: Options) -> Tensor:
+    """[S]: the weighted sum of the normalized rewards, over its std; equal for all tokens.
 
     1 + 0 is worth more than 0 + 1 here, since the first reward is rarer in the group:
 
     >>> rewards = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 1]], dtype=torch.float64)
-    >>> batch = Batch(completion_mask=torch.ones(4, 1) > 0, group_ids=torch.zeros(4),
-    ...               reward_parts=rewards, reward_weights=torch.ones_like(rewards))
-    >>> compute_advantages(batch, Options()).T
-    tensor([[ 0.6894,  0.3981, -1.4856,  0.3981]])
+    >>> tokens = Tokens(rollout=torch.arange(4), group=torch.zeros(4).long(),
+    ...                 reward_parts=rewards, reward_weights=torch.ones_like(rewards))
+    >>> compute_advantages(tokens, Options())
+    tensor([ 0.6894,  0.3981, -1.4856,  0.3981])
     """
-    rewards, group_ids = batch.reward_parts, batch.group_ids  # [B, M], NaN where there is none
+    lengths = tokens.rollout.unique_consecutive(return_counts=True)[1]
+    last = lengths.cumsum(0) - 1  # each rollout's last token, to stand for it
+    rewards, weights = tokens.reward_parts[last], tokens.reward_weights[last]  # [rollouts, parts]
+    group = tokens.group[last]
     exists = ~rewards.isnan()
-    group_size = common.group_sum(exists.double(), group_ids)
-    group_total = common.group_sum(torch.where(exists, rewards, 0.0), group_ids)
-    centered = common.minus(rewards, group_total / group_size.clamp(min=1))
-    centered = torch.where(exists, centered, 0.0)
-    variance = common.group_sum(centered**2, group_ids) / (group_size - 1).clamp(min=1)
-    terms = batch.reward_weights * centered / (variance.sqrt() + EPS)  # [B, M]
-    total = terms.sum(1, keepdim=True)  # [B, 1]
-    # rewards that cancel leave a difference by rounding; see `common.minus`
-    total[total.abs() <= common.ROUNDING * terms.abs().sum(1, keepdim=True)] = 0.0
+    size = group_sum(exists.double(), group)
+    centered = minus(rewards, group_sum(rewards.nan_to_num(), group) / size.clamp(min=1))
+    centered = centered.nan_to_num()  # NaN: a reward that the rollout lacks
+    variance = group_sum(centered**2, group) / (size - 1).clamp(min=1)
+    terms = weights * centered / (variance.sqrt() + EPS)
+    total = terms.sum(1)
+    # rewards that cancel leave a difference by rounding; see `minus`
+    total[total.abs() <= ROUNDING * terms.abs().sum(1)] = 0.0
     batch_variance = (total**2).sum() / (exists.any(1).sum() - 1).clamp(min=1)
     advantages = (total / (batch_variance.sqrt() + EPS)).to(torch.get_default_dtype())
-    return torch.where(batch.completion_mask, advantages, 0.0)
+    return advantages.repeat_interleave(lengths)

@@ -18,9 +18,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from algorithms import common, grpo
-from algorithms.common import Micro
+from algorithms import grpo
 from algorithms.options import Aggregation, LoopOptions, Range, Scale
+from algorithms.tokens import Tokens, group_sum, surrogate_metrics
 
 needs = grpo.needs
 compute_advantages = grpo.compute_advantages
@@ -40,20 +40,19 @@ class Options(LoopOptions):
     """As --grpo.aggregation."""
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
-    mask, in_loss, advantages = micro.completion_mask, micro.loss_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
-    log_ratio = logprobs - micro.old_logprobs
-    mean = common.masked_mean(log_ratio, in_loss, dim=1).detach()  # [b, 1]
-    # the value of the mean, with the gradient of the token's own log-ratio
-    ratio = torch.where(in_loss, mean + log_ratio - log_ratio.detach(), 0.0).exp()
-    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    per_token = -micro.importance_weights * surrogate
-    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    return loss, common.surrogate_metrics(
-        ratio, logprobs, micro, options.clip_low, options.clip_high
-    )
+    advantages, low, high = tokens.advantages, options.clip_low, options.clip_high
+    ratio = sequence_ratio(tokens)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    loss = -(tokens.token_weights * tokens.importance_weights * surrogate).sum()
+    return loss, surrogate_metrics(tokens, ratio, low, high)
+
+
+def sequence_ratio(tokens: Tokens) -> Tensor:
+    """[n]: the value of the geometric mean over the sequence's tokens in the loss, with the
+    gradient of the token's own ratio."""
+    log_ratio, in_loss = tokens.logprobs - tokens.old_logprobs, tokens.in_loss.float()
+    count = group_sum(in_loss, tokens.sequence).clamp(min=1)
+    mean = group_sum(in_loss * log_ratio.detach(), tokens.sequence) / count
+    return (mean + log_ratio - log_ratio.detach()).exp()

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from algorithms import grpo
-from algorithms.common import Batch, Micro, masked_mean
 from algorithms.kl import kl_estimate
 from algorithms.options import Coefficient, Fraction
+from algorithms.tokens import Tokens
 
 resolve = grpo.resolve
 
@@ -44,48 +44,42 @@ def needs(options: Options) -> set[str]:
     return grpo.needs(options) | {"old_logprobs", "several_steps"}
 
 
-def compute_advantages(batch: Batch, options: Options) -> dict[str, Tensor]:
-    """GRPO's advantages, and the penalty's coefficient [B, N], mostly 0, for `compute_loss`.
+def compute_advantages(tokens: Tokens, options: Options) -> dict[str, Tensor]:
+    """GRPO's advantages, and the penalty's coefficient [S], mostly 0, for `compute_loss`.
 
     The whole batch decides which tokens it is, so micro-batches and ranks do not change them.
     """
-    advantages, mask = grpo.compute_advantages(batch, options), batch.loss_mask
-    chosen = highest(covariance(batch, advantages), mask, options.fraction * mask.sum().item())
+    advantages = grpo.compute_advantages(tokens, options)
+    count = options.fraction * tokens.in_loss.sum().item()
+    chosen = highest(covariance(tokens, advantages), tokens.in_loss, count)
     return {"advantages": advantages, "penalty_coef": options.coef * chosen}
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
     """GRPO's loss and the penalty. π_old sampled the tokens, so the penalty has no ratio."""
-    loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
-    mask, weights = micro.completion_mask, micro.token_weights * micro.importance_weights
-    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
-    kl = micro.own["penalty_coef"] * kl_estimate(micro.old_logprobs, logprobs)
-    return loss + torch.where(mask, weights * kl, 0.0).sum(), metrics
+    loss, metrics = grpo.compute_loss(tokens, options)
+    kl = tokens.penalty_coef * kl_estimate(tokens.old_logprobs, tokens.logprobs)
+    return loss + (tokens.token_weights * tokens.importance_weights * kl).sum(), metrics
 
 
-def covariance(batch: Batch, advantages: Tensor) -> Tensor:
-    """cov_t of each token, 0 off the loss mask, [B, N].
+def covariance(tokens: Tokens, advantages: Tensor) -> Tensor:
+    """cov_t of each token, [S].
 
-    >>> mask = torch.tensor([[True, True, False]])
-    >>> logprobs, advantages = torch.tensor([[-1.0, -3.0, 9.0]]), torch.tensor([[2.0, 0.0, 9.0]])
-    >>> covariance(Batch(completion_mask=mask, old_logprobs=logprobs), advantages)
-    tensor([[1., 1., 0.]])
+    >>> in_loss = torch.tensor([True, True, False])
+    >>> logprobs, advantages = torch.tensor([-1.0, -3.0, 9.0]), torch.tensor([2.0, 0.0, 9.0])
+    >>> covariance(Tokens(in_loss=in_loss, old_logprobs=logprobs), advantages)[in_loss]
+    tensor([1., 1.])
     """
-    mask = batch.loss_mask
-    from_mean = batch.old_logprobs - masked_mean(batch.old_logprobs, mask)
-    return torch.where(mask, from_mean * (advantages - masked_mean(advantages, mask)), 0.0)
+    old, in_loss = tokens.old_logprobs, tokens.in_loss
+    return (old - old[in_loss].mean()) * (advantages - advantages[in_loss].mean())
 
 
-def highest(scores: Tensor, candidates: Tensor, count: float) -> Tensor:
-    """[B, N] bool: the `count` candidates (rounded down, at least one) with the highest scores.
+def highest(scores: Tensor, in_loss: Tensor, count: float) -> Tensor:
+    """[S] bool: the `count` tokens in the loss with the highest scores; rounded down, at least one.
 
     >>> highest(torch.tensor([3.0, 1.0, 2.0, 9.0]), torch.tensor([True, True, True, False]), 2.1)
     tensor([ True, False,  True, False])
     """
-    count = min(max(1, int(count)), int(candidates.sum()))
-    best = scores.masked_fill(~candidates, -torch.inf).flatten().topk(count).indices
-    chosen = torch.zeros(scores.numel(), dtype=torch.bool)
-    chosen[best] = True
-    return chosen.view_as(scores)
+    numbers = in_loss.nonzero().squeeze(1)
+    ordered = numbers[scores[numbers].argsort(descending=True, stable=True)]
+    return torch.zeros_like(in_loss).index_fill(0, ordered[: max(1, int(count))], True)

@@ -15,12 +15,11 @@ weights/rejected is the fraction of tokens left out.
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from algorithms import grpo, off_policy
-from algorithms.common import Micro, masked_mean
 from algorithms.options import Coefficient, Fraction, Range
+from algorithms.tokens import Tokens, group_mean
 
 needs = grpo.needs
 resolve = grpo.resolve
@@ -40,28 +39,26 @@ class Options(grpo.Options):
     """Leave out sequences whose geometric-mean weight is above this; 0: keep all."""
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
     """GRPO's loss with importance weights of 0 where a token is left out.
 
-    Sets `micro.importance_weights`, which the loop's KL and entropy terms are multiplied by too.
+    Sets `tokens.importance_weights`, which the loop's KL and entropy terms are multiplied by too.
     """
-    kept = kept_tokens(logprobs, micro, options)
-    micro.importance_weights = torch.where(kept, micro.importance_weights, 0.0)
-    loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
-    rejected = (micro.loss_mask & ~kept).sum().item()
+    kept = kept_tokens(tokens, options)
+    tokens.importance_weights = tokens.importance_weights * kept
+    loss, metrics = grpo.compute_loss(tokens, options)
+    rejected = (tokens.in_loss & ~kept).sum().item()
     return loss, metrics | {"weights/rejected": rejected}
 
 
-def kept_tokens(logprobs: Tensor, micro: Micro, options: Options) -> Tensor:
-    """Which tokens are not left out, [b, T-1] bool."""
-    mean_ratio = off_policy.sampler_ratio(micro, "geometric")
+def kept_tokens(tokens: Tokens, options: Options) -> Tensor:
+    """Which tokens are not left out, [n] bool."""
+    mean_ratio = off_policy.sampler_ratio(tokens, "geometric")
     kept = mean_ratio >= options.reject_low
     if options.reject_high:
         kept &= mean_ratio <= options.reject_high
     if options.limit:
-        mask = micro.completion_mask
-        moved = torch.where(mask, micro.sampler_logprobs - logprobs, 0.0).detach()
-        kept &= (micro.advantages >= 0) | (masked_mean(moved, mask, dim=1) <= options.limit)
+        distance = (tokens.sampler_logprobs - tokens.logprobs).detach()
+        moved = group_mean(distance, tokens.sequence)
+        kept &= (tokens.advantages >= 0) | (moved <= options.limit)
     return kept

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from algorithms import grpo
-from algorithms.common import Micro
 from algorithms.options import Coefficient
+from algorithms.tokens import Tokens
 
 resolve, compute_advantages = grpo.resolve, grpo.compute_advantages
 
@@ -71,15 +71,13 @@ def divergence(logprobs: Tensor, teacher: Tensor, options: Options) -> Tensor:
     return (kl(teacher, mean) + kl(logprobs, mean)) / 2
 
 
-def compute_loss(
-    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
-) -> tuple[Tensor, dict[str, float]]:
-    """GRPO's loss and the divergence from the teacher, `micro.divergence` [b, T-1]."""
-    loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
-    if micro.divergence is None:  # no turn of this micro-batch has feedback
+def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
+    """GRPO's loss and `tokens.divergence` from the teacher [n] (core/feedback.py)."""
+    loss, metrics = grpo.compute_loss(tokens, options)
+    if "divergence" not in tokens:  # no turn of this micro-batch has feedback
         return loss, metrics
-    ratio = torch.where(micro.completion_mask, logprobs - micro.old_logprobs, 0.0).exp().detach()
-    weights = micro.token_weights * micro.importance_weights * ratio
-    loss = loss + options.coef * (weights * micro.divergence).sum()
-    total = micro.divergence.detach()[micro.loss_mask].sum().item()
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp().detach()
+    weights = tokens.token_weights * tokens.importance_weights * ratio
+    loss = loss + options.coef * (weights * tokens.divergence).sum()
+    total = tokens.divergence.detach()[tokens.in_loss].sum().item()
     return loss, metrics | {"sdpo/divergence": total}

@@ -123,8 +123,8 @@ def reply(
 ) -> None:  # fmt: skip
     """Adds the completions to the rollout and sends the answers. Raises EnvFailure."""
     for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
-        if completion.error:
-            raise EnvFailure(completion.error)
+        if completion.finish_reason == "error":
+            raise EnvFailure(completion.text)
         if not ask.is_waited_for():  # nobody reads it: it is not trained on
             ask.refuse(400, "the client hung up", "invalid_request")
             continue
@@ -251,7 +251,8 @@ class Conversations:
         if choice.calls:
             self.texts[with_ids(answer)] = spoken(completion.text)
         self.num_turns += 1
-        rollout.tools = [*dict.fromkeys([*rollout.tools, *map(name_of, ask.tools)])]
+        known = rollout.for_log.get("tools", [])
+        rollout.for_log["tools"] = [*dict.fromkeys([*known, *map(name_of, ask.tools)])]
         rollout.turns.append(turn)
         rollout.messages.append({"role": "assistant", "content": completion.text})
         return choice

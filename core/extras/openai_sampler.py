@@ -169,7 +169,7 @@ class OpenAISampler(Sampler):
 
     def _failure(self, reason: str) -> Completion:
         completion = _failed(reason)
-        self.first_error = self.first_error or completion.error
+        self.first_error = self.first_error or completion.text
         return completion
 
 
@@ -200,7 +200,7 @@ def _limit_size(response: Any) -> None:
 
 
 def _failed(reason: str) -> Completion:
-    return Completion([], [], "", "stop", error=without_keys(reason))
+    return Completion([], [], without_keys(reason), "error")
 
 
 def _reason(error: Exception) -> str:

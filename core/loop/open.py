@@ -14,8 +14,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from core import STARTED, config, distributed, evaluation, tasks
-from core.algorithm import FOLDER, name_of, title_of
+from algorithms.kl import weighted_kl
+from core import (
+    STARTED,
+    config,
+    distributed,
+    evaluation,
+    feedback,
+    observations,
+    scoring,
+    tasks,
+)
+from core.algorithm import FOLDER, load_algorithm, name_of, title_of
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
@@ -46,13 +56,18 @@ from environments.plumbing.registry import EnvSpec, checksums, meanings
 
 
 @contextmanager
-def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
+def open_run(cfg: Config) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
 
-    Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and raise Stopped. On exit, writes report.html,
+    `run.cfg` has the settings with all defaults; the largest micro-batch fits into memory. Ctrl-C,
+    SIGTERM, SIGHUP and SIGUSR1 save the run and raise Stopped. On exit, writes report.html,
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
     for invalid settings; then no new folder is left behind.
     """
+    cfg = prepare(cfg)
+    algorithm = load_algorithm(cfg.algo)
+    if hasattr(algorithm, "start"):  # the workshop's: an object with the exercises of scratch.py
+        algorithm = algorithm.start(cfg)
     if cfg.overlap and distributed.num_ranks() > 1:  # two threads would exchange at once
         raise UsageError("--overlap does not go with several processes: remove it, or torchrun")
     with distributed.process_group(cfg.device), scratch_folder() as scratch_dir:
@@ -73,6 +88,7 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                 interrupted = saved = False
                 try:
                     with memory.out_of_memory_as_one_line(run.command_with_less_memory):
+                        memory.probe_peak_memory(cfg, run.policy, run.optimizer, run.say)
                         yield run
                 except Stopped:
                     interrupted = True
@@ -104,6 +120,21 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                     checkpoint.export_model(folder, run.policy, same)
                 for line in final_lines(folder, settings):
                     print_line(line, Console(highlight=False))
+
+
+def prepare(cfg: Config) -> Config:
+    """Fills in the defaults that depend on the model and the algorithm, and checks all settings.
+
+    Raises UsageError for an invalid setting.
+    """
+    cfg = config.resolve(cfg)
+    config.validate(cfg)
+    rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)  # which rows of data sets are held out
+    tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
+    train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
+    if cfg.sft_steps:
+        tasks.check_demonstrations(train_envs)
+    return cfg
 
 
 def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
@@ -180,12 +211,23 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         for line in filter(None, lines):
             display.say(line)
         yield Run(
-            cfg, policy, optimizer, collector, sampler,
+            cfg, algorithm, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
             Outputs(cfg, folder, log, writer, display), display, interrupt, ahead, progress,
             records, older, notes,
             {f"time/start_{name}_s": value for name, value in seconds.items()}, teacher,
+            read_out=_read_out(cfg, algorithm),
+            weighted_kl=getattr(algorithm, "weighted_kl", weighted_kl),
         )  # fmt: skip
+
+
+def _read_out(cfg: Config, algorithm: Any) -> Callable[..., dict[str, torch.Tensor]]:
+    """What is read out of the hidden states of a micro-batch, for `compute_loss`."""
+    if "feedback" in config.needs(cfg):
+        return partial(feedback.read_out, partial(algorithm.divergence, options=cfg.options))
+    if "observations" in config.needs(cfg):
+        return observations.read_out
+    return getattr(algorithm, "read_out", scoring.read_out)
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:

@@ -3,20 +3,26 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
-from core import canary, distributed
-from core.config import Config
+from torch import Tensor
+
+from algorithms.kl import weighted_kl
+from core import canary, distributed, scoring
+from core.batching import Batch
+from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
+from core.metrics import UpdateStats, rollout_metrics
 from core.optimizer import MasterAdamW
 from core.policy import Policy
+from core.report.token_traces import trace_tokens
 from core.run import diagnostics
 from core.run import log as run_log
-from core.run.ahead import Ahead, Collected
+from core.run.ahead import Ahead
 from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
@@ -32,6 +38,7 @@ class Run:
     """What `open_run` opened, and what a run keeps between updates."""
 
     cfg: Config
+    algorithm: Any  # has compute_advantages and compute_loss
     policy: Policy
     optimizer: MasterAdamW
     collector: RolloutCollector
@@ -47,6 +54,10 @@ class Run:
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
     teacher: Policy | None = None  # of --teacher
+    reference: Policy | None = None  # of --kl-coef
+    read_out: Callable[..., dict[str, Tensor]] = scoring.read_out  # or the algorithm's
+    weighted_kl: Callable[..., Tensor] = weighted_kl  # or that of scratch.py
+    next_level: int = 0  # of the next update's tasks, as `play` says
     canary: tuple[dict[str, float], dict[str, Any]] = ({}, {})  # of this update: see `compare`
     seen_ahead: "Run | None" = None  # what the thread of --overlap sees as the run
     stopped: bool = False  # ended before the last update
@@ -63,8 +74,19 @@ class Run:
         """Whether the present update has changed nothing yet: it can be saved, and begun again."""
         return self.sampled_at < self.started_at
 
-    def updates(self) -> Iterator[int]:
-        """The numbers of the updates from the next one to --num-updates.
+    @cached_property
+    def scores_first(self) -> bool:
+        """Whether the policy scores the sampled tokens before the first gradient step of an update.
+
+        Otherwise π_old is found in the pass of the only step.
+        """
+        cfg = self.cfg
+        several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
+        kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
+        return several_steps or kl_in_reward or bool({"old_logprobs", "value_head"} & needs(cfg))
+
+    def updates(self) -> Iterator[tuple[int, UpdateStats]]:
+        """The numbers of the updates from the next one to --num-updates, and stats for each.
 
         Evaluates the policy before the first, and saves what a warm start has taught it. Ends
         earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
@@ -84,7 +106,7 @@ class Run:
             self.started_at = perf_counter()
             self.save_copy()
             rewarded.STATE.global_step = self.next_update - 1  # updates that are complete
-            yield self.next_update
+            yield self.next_update, UpdateStats(self.cfg)
 
     def save_copy(self) -> None:
         """Writes the copy for opponents that is due (core/extras/opponents.py): now, as the policy
@@ -97,33 +119,23 @@ class Run:
         before = self.progress.get("canary", {})
         self.canary = canary.compare(self.policy, self.sampler, before, self.interrupt.check_alone)
 
-    def play_ahead(self, collect: Callable[..., Collected]) -> None:
-        """Lets a thread collect the next update's rollouts with the present weights."""
-        weights = self.older[-1]  # they joined it in this update
-        policy = self.ahead.policy_with(weights, self.policy)
-        rewarded.STATE.global_step = self.next_update  # updates complete when the next begins
-        progress = {**self.progress, "canary": self.canary[1]}  # as the update before leaves it
-        self.seen_ahead = replace(
-            self, policy=policy, sampler=self.sampler.ahead(policy), progress=progress,
-            interrupt=self.ahead, seen_ahead=None,
-        )  # fmt: skip
-        self.ahead.start(partial(collect, run=self.seen_ahead))
-
-    def take_ahead(self) -> Collected | None:
-        """What the thread has collected, or None if none was started. Raises what it raised."""
-        collected = self.ahead.take()
-        if collected and self.seen_ahead:
-            self.canary, self.sampled_at = self.seen_ahead.canary, perf_counter()
-        return collected
+    def sync(self) -> None:
+        """Gives the sampler the present weights, once the thread of --overlap has sampled."""
+        self.ahead.wait()
+        self.sampler.sync()
 
     def finish_update(
-        self, update: int, sampled: list[Rollout], metrics: dict[str, Any], next_level: int
+        self, update: int, sampled: list[Rollout], batch: Batch, stats: UpdateStats
     ) -> None:
-        """Evaluates, logs and saves, each where it is due.
+        """Evaluates, logs and saves, each where it is due; `sampled`: all its rollouts.
 
-        `sampled`: all rollouts of the update; `next_level`: of the tasks of the next one.
+        How far the steps moved the tokens of some groups (--microscope) is for the report.
         """
         cfg = self.cfg
+        if not self.scores_first:
+            distributed.all_reduce_sum([batch.old_logprobs])  # each rank has its sequences'
+        metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
+        metrics |= trace_tokens(self.policy, cfg, batch)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
         metrics |= seen
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
@@ -134,7 +146,7 @@ class Run:
             metrics |= self.evaluator.evaluate(update)
         self.progress["sampled_tokens"] = tokens
         stop = self.log(update, metrics, sampled)
-        self.progress["level"] = next_level
+        self.progress["level"] = self.next_level
         if stop or is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
 

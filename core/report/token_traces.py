@@ -6,84 +6,75 @@ the update moved the token in the intended direction.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from algorithms.common import group_sum, minus
+from algorithms.tokens import group_mean, minus
 from core import distributed
-from core.batching import MicroBatch, RolloutBatch, cut, kept_in
+from core.batching import Batch, cut
+from core.config import Config
 from core.policy import Policy
+from core.scoring import predict
 from core.types import Rollout
 
 DIGITS = 4  # of each number in rollouts.jsonl
 MICRO_BATCH = 4096  # tokens, padding included
-Forward = Callable[[Policy, MicroBatch, float], tuple[Tensor, Tensor, Tensor | None]]
 
 
 @torch.no_grad()
-def trace_tokens(
-    policy: Policy,
-    rollouts: list[Rollout],
-    batch: RolloutBatch,
-    budget: int,
-    forward: Forward,
-    temperature: float,
-) -> dict[str, float]:
-    """Fills `token_traces` of some groups of rollouts, those with different returns first.
+def trace_tokens(policy: Policy, cfg: Config, batch: Batch) -> dict[str, float]:
+    """Logs `token_traces` of some groups of rollouts, those with different returns first.
 
     Returns metrics of these rollouts: how far the update moved their tokens, and whether it made
     those likelier that earned more than their group.
 
-    As many whole groups as have at most `budget` sampled tokens together, at least one; none if
-    `budget` is 0. `policy` already has the weights after the update.
+    As many whole groups as have at most --microscope sampled tokens together, at least one; none
+    if that is 0. The policy already has the weights after the update.
     """
-    if budget == 0 or not rollouts or batch.old_logprobs is None or distributed.rank() != 0:
+    if cfg.microscope == 0 or not batch.rollouts or distributed.rank() != 0:
         return {}
-    rows = choose_groups(rollouts, budget)
-    new_logprobs = torch.zeros_like(batch.old_logprobs)
-    sequences = [sequence for sequence in batch.sequences if sequence.rollout in rows]
+    chosen = choose_groups(batch.rollouts, cfg.microscope)
+    after = torch.zeros(len(batch))
+    sequences = [sequence for sequence in batch.sequences if sequence.rollout in chosen]
     max_tokens = min(MICRO_BATCH, policy.micro_batch_tokens)
     for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
-        micro.kept_ids = kept_in(batch, micro)
-        logprobs, _, _ = forward(policy, micro, temperature)
-        micro.scatter(logprobs, into=new_logprobs)
-    columns: dict[str, Tensor | None] = {
+        after[micro.numbers] = predict(policy, micro, cfg.temperature)["logprobs"].cpu()
+    vectors = {
         "sampler": batch.sampler_logprobs,
         "trainer": batch.old_logprobs,
-        "after": new_logprobs,
+        "after": after,
         "advantage": batch.advantages,
     }
-    for row in rows:
-        rollouts[row].token_traces, start = [], 0
-        for turn in rollouts[row].turns:
+    start = 0
+    for r, rollout in enumerate(batch.rollouts):
+        for turn in rollout.turns:
             end = start + len(turn.completion_ids)
-            trace: dict[str, list] = {"text": pieces(policy.tokenizer, turn.completion_ids)}
-            for name, tensor in columns.items():
-                trace[name] = [round(x, DIGITS) for x in tensor[row, start:end].tolist()]
-            rollouts[row].token_traces.append(trace)
+            if r in chosen:
+                trace: dict[str, list] = {"text": pieces(policy.tokenizer, turn.completion_ids)}
+                for name, vector in vectors.items():
+                    trace[name] = [round(x, DIGITS) for x in vector[start:end].tolist()]
+                rollout.for_log.setdefault("token_traces", []).append(trace)
             start = end
-    traced = sorted(rows)
-    return _movement([rollouts[row] for row in traced], traced, batch, new_logprobs)
+    return _movement(batch, sorted(chosen), after)
 
 
-def _movement(
-    rollouts: list[Rollout], rows: list[int], batch: RolloutBatch, new_logprobs: Tensor
-) -> dict[str, float]:
-    """How far the update moved the tokens of `rows` of the batch, and in which direction.
+def _movement(batch: Batch, chosen: list[int], after: Tensor) -> dict[str, float]:
+    """How far the update moved the tokens of the `chosen` rollouts, and in which direction.
 
     The direction is the correlation, within groups, of a rollout's return and the change of its
     log-prob. Missing if there is no such change, or if the returns of each group are equal.
     """
-    mask, ids = batch.completion_mask[rows], batch.group_ids[rows]
-    change = torch.where(mask, (new_logprobs - batch.old_logprobs)[rows], 0.0).double()
-    metrics = {"update/moved": (change.abs().sum() / mask.sum()).item()}
+    traced = torch.isin(batch.rollout, torch.tensor(chosen))  # [S]
+    change = (after - batch.old_logprobs).double() * traced
+    metrics = {"update/moved": (change.abs().sum() / traced.sum()).item()}
+    of_rollouts = change.new_zeros(len(batch.rollouts)).index_add(0, batch.rollout, change)
+    rollouts = [batch.rollouts[r] for r in chosen]
     returns = torch.tensor([rollout.episode_return for rollout in rollouts])
-    both = torch.stack([returns.double(), change.sum(1)], dim=1)
-    size = group_sum(torch.ones_like(both), ids)
-    better, likelier = minus(both, group_sum(both, ids) / size).T
+    groups = torch.tensor([rollout.group_id for rollout in rollouts])
+    both = torch.stack([returns.double(), of_rollouts[chosen]], dim=1)
+    better, likelier = minus(both, group_mean(both, groups)).T
     scale = (better.square().sum() * likelier.square().sum()).sqrt().item()
     return metrics | ({"update/direction": (better @ likelier).item() / scale} if scale else {})
 

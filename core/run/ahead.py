@@ -18,10 +18,9 @@ from core.policy import Policy, copy_weights
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
 from core.threads import in_thread
-from core.types import Rollout
+from core.types import Played
 
 LINE = 64  # bytes of a cache line, and of a register of AVX-512
-Collected = tuple[list[Rollout], list[Rollout]]  # as `collect_rollouts` of train.py returns them
 
 
 class Ahead:
@@ -30,7 +29,7 @@ class Ahead:
     def __init__(self, interrupt: Interrupt) -> None:
         self.interrupt = interrupt  # of the run
         self.policy: Policy | None = None  # the copy, once it is needed
-        self.playing: Future[Collected] | None = None
+        self.playing: Future[Played] | None = None
         self.closed = False
 
     @property
@@ -45,7 +44,7 @@ class Ahead:
         copy_weights(weights, self.policy.trainable())
         return self.policy
 
-    def start(self, collect: Callable[[], Collected]) -> None:
+    def start(self, collect: Callable[[], Played]) -> None:
         """Calls `collect` in the thread."""
         self.playing = in_thread(collect)
 
@@ -54,7 +53,7 @@ class Ahead:
         if self.playing is not None:
             futures.wait([self.playing])
 
-    def take(self) -> Collected | None:
+    def take(self) -> Played | None:
         """What the thread has collected, or None if none was started. Raises what it raised."""
         self.wait()
         playing, self.playing = self.playing, None

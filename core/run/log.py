@@ -97,7 +97,7 @@ class RunLog:
                 "messages": r.messages,
             }
             for name in ("tools", "opponents", "token_traces"):
-                if found := getattr(r, name):
+                if found := r.for_log.get(name):
                     row[name] = found
             _append(self.rollouts_file, row)
 

@@ -24,12 +24,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import distributed
-from core.batching import MicroBatch, largest_batch, micro_batches
+from core.batching import largest_batch, micro_batches
 from core.config import Config
 from core.faults import Fault, OutOfMemory, ran_out
 from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree
+from core.scoring import predict
 
 PROBE_TOKENS = 64  # of the short pass that measures bytes per token
 CPU_BUDGET = 8192  # tokens in a micro-batch where free memory cannot be measured
@@ -38,7 +39,6 @@ USABLE = 0.7  # of free memory; the rest: gradients of activations, fragmentatio
 # with which weights need less memory; vLLM has no code for nf4
 SMALLER = "--lora-rank 16, with it --quantize nf4 --sampler torch"
 LOGIT_COPIES = 5  # float32 copies of a chunk of logits that exist at the same time
-Forward = Callable[[Policy, MicroBatch, float], tuple[Tensor, Tensor, Tensor | None]]
 
 
 def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> list[str]:
@@ -68,7 +68,6 @@ def probe_peak_memory(
     cfg: Config,
     policy: Policy,
     optimizer: MasterAdamW,
-    forward: Forward,
     say: Callable[[str], None],
 ) -> None:
     """Runs forward and backward on the largest possible micro-batch, if memory is scarce.
@@ -98,7 +97,7 @@ def probe_peak_memory(
         return
     while True:
         try:
-            _largest_pass(policy, optimizer, longest, forward)
+            _largest_pass(policy, optimizer, longest)
             break
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
@@ -113,12 +112,12 @@ def probe_peak_memory(
     optimizer.zero_grad()
 
 
-def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int, forward: Forward) -> None:
+def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int) -> None:
     vocab_size = policy.causal_lm.config.get_text_config().vocab_size
     for micro in micro_batches(
         policy, largest_batch(longest, policy.micro_batch_tokens, vocab_size)
     ):
-        logprobs, _, _ = forward(policy, micro, 1.0)
+        logprobs = predict(policy, micro, 1.0)["logprobs"]
         optimizer.backward(logprobs.mean(), reduce=False)  # another rank may run out of memory
 
 

@@ -17,9 +17,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from algorithms import common
-from algorithms.common import Batch, Micro
 from algorithms.options import LoopOptions
+from algorithms.tokens import Tokens, group_sum, normalize, surrogate_metrics, turns_of
 from core import sampler
 from core.algorithm import is_file
 from core.config import Config
@@ -41,6 +40,25 @@ class ScratchOptions(LoopOptions):
     the standard deviation; 7: GAE, which adds a value head."""
     loss: Literal["4", "5"] | None = None
     """Exercise that computes the loss; None: 5, or 4 as long as 5 is not written."""
+
+
+class Grid:
+    """Tokens as exercises see them: a row for each number in `ids` [n], padded on the right.
+
+    >>> grid = Grid(torch.tensor([3, 3, 5]))
+    >>> grid.pad(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([[1., 2.],
+            [3., 0.]])
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        _, lengths = ids.unique_consecutive(return_counts=True)
+        width = torch.arange(int(lengths.max()), device=ids.device)
+        self.mask = width < lengths[:, None]  # bool; row by row it has n True
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[n] to rows, 0 off the mask."""
+        return x.new_zeros(self.mask.shape).masked_scatter(self.mask, x)
 
 
 @dataclass(frozen=True)
@@ -67,82 +85,82 @@ class ScratchAlgorithm:
         """The participant's functions, imported and checked: see `load_scratch`."""
         return load_scratch(cfg)
 
-    def compute_advantages(self, batch: Batch, options: object) -> dict[str, Tensor]:
-        """Advantages [B, N] float32, 0 off the mask; with exercise 7 also value targets.
+    def compute_advantages(self, tokens: Tokens, options: object) -> dict[str, Tensor]:
+        """Advantages [S] float32; with exercise 7 also value targets.
 
-        3     group_advantages of the returns [B], repeated at each sampled token; rollouts that
-              are alone in their group have advantage 0
+        3     group_advantages of the returns of the rollouts, repeated at each sampled token;
+              rollouts that are alone in their group have advantage 0
         10    advantages_of_tokens as it is
-        7     gae of each rollout, normalized over the loss mask; target: advantage + value
+        7     gae of each rollout, normalized over the tokens in the loss; target: advantage + value
         """
-        rewards, mask = batch.rewards, batch.completion_mask
-        advantages = torch.zeros_like(rewards)
         if 7 in self.exercises:
-            for row, sampled in enumerate(mask):
-                if sampled.any():
-                    episode = rewards[row, sampled], batch.values[row, sampled]
-                    advantages[row, sampled] = self._call("gae", *episode, like=episode[0])
-            targets = torch.where(mask, advantages + batch.values, 0.0)
-            advantages = common.normalize(advantages, batch.loss_mask).float()
-            return {"advantages": advantages, "value_targets": targets}
+            advantages = torch.zeros_like(tokens.rewards)
+            for rollout in tokens.rollout.unique():
+                here = tokens.rollout == rollout
+                episode = tokens.rewards[here], tokens.old_values[here]
+                advantages[here] = self._call("gae", *episode, like=episode[0])
+            targets = advantages + tokens.old_values
+            return {"advantages": normalize(advantages, tokens.in_loss).float(),
+                    "value_targets": targets}  # fmt: skip
+        turns = turns_of(tokens)  # one for each rollout
         if 10 in self.exercises:
-            inputs = rewards, mask, batch.group_ids
-            advantages = self._call("advantages_of_tokens", *inputs, like=rewards)
-            return {"advantages": torch.where(mask, advantages, 0.0)}
-        returns = common.turn_returns(batch)[0][:, 0].float()  # [B]
-        ones = torch.ones_like(returns)[:, None]
-        compared = common.group_sum(ones, batch.group_ids)[:, 0] > 1  # [B]
-        of_rollouts = torch.zeros_like(returns)
+            grid = Grid(tokens.rollout)
+            rows = grid.pad(tokens.rewards)
+            group_ids = tokens.group[turns.last_token]
+            found = self._call("advantages_of_tokens", rows, grid.mask, group_ids, like=rows)
+            return {"advantages": found[grid.mask]}
+        returns = turns.returns.float()  # [rollouts]
+        compared = group_sum(torch.ones_like(returns), turns.peers) > 1
+        advantages = torch.zeros_like(returns)
         if compared.any():
-            group = returns[compared], batch.group_ids[compared]
-            of_rollouts[compared] = self._call("group_advantages", *group, like=group[0])
-        return {"advantages": torch.where(mask, of_rollouts[:, None], 0.0)}
+            group = returns[compared], turns.peers[compared]
+            advantages[compared] = self._call("group_advantages", *group, like=group[0])
+        return {"advantages": advantages[turns.of_token]}
 
-    def compute_loss(
-        self, logprobs: Tensor, values: Tensor | None, micro: Micro, options: object
-    ) -> tuple[Tensor, dict[str, float]]:
+    def compute_loss(self, tokens: Tokens, options: object) -> tuple[Tensor, dict[str, float]]:
         """Returns exercise 5 or 4 times the sum of the token weights, and metrics (token sums).
 
-        All tensors are [b, T-1]. The exercise returns a mean over the tokens of one micro-batch;
-        multiplied by Σ token_weights, the losses of the micro-batches add up to the mean over the
-        step. An importance weight w >= 0 is a factor of the advantage: min(ρwA, ρ'wA) = w min(ρA,
-        ρ'A). So is the ratio in exercise 4, as in algorithms/reinforce.py; it is 1 in the first
-        step. Tokens of weight 0 are left out. With exercise 7 the error of the values is added.
-        Gradients flow through `logprobs` and `values`.
+        The exercises see a padded row for each sequence, and a mask. They return a mean over the
+        tokens of one micro-batch; multiplied by Σ token_weights, the losses of the micro-batches
+        add up to the mean over the step. An importance weight w >= 0 is a factor of the advantage:
+        min(ρwA, ρ'wA) = w min(ρA, ρ'A). So is the ratio in exercise 4, as in
+        algorithms/reinforce.py; it is 1 in the first step. Tokens of weight 0 are left out. With
+        exercise 7 the error of the values is added. Gradients flow through `tokens.logprobs` and
+        `tokens.values`.
         """
-        sampled, token_weights = micro.completion_mask, micro.token_weights
-        mask = sampled & (token_weights > 0)
-        logprobs = torch.where(sampled, logprobs, 0.0)
-        ratio = (logprobs.detach() - micro.old_logprobs).exp()
-        weighted = micro.importance_weights * micro.advantages
-        loss = 0 * logprobs.sum()
+        grid, token_weights = Grid(tokens.sequence), tokens.token_weights
+        mask = grid.pad(token_weights) > 0
+        ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
+        weighted = tokens.importance_weights * tokens.advantages
+        loss = 0 * tokens.logprobs.sum()
         if mask.any():
+            rows = grid.pad(tokens.logprobs)
             if 5 in self.exercises:
-                inputs = logprobs, micro.old_logprobs, weighted, mask
-                mean = self._call("clipped_loss", *inputs, like=loss)
+                old = grid.pad(tokens.old_logprobs)
+                mean = self._call("clipped_loss", rows, old, grid.pad(weighted), mask, like=loss)
             else:
-                mean = self._call("reinforce_loss", logprobs, ratio * weighted, mask, like=loss)
+                factors = grid.pad(ratio * weighted)
+                mean = self._call("reinforce_loss", rows, factors, mask, like=loss)
             loss = mean * token_weights.sum()
         clip = (CLIP, CLIP) if 5 in self.exercises else (1.0, math.inf)  # 4 does not clip
-        metrics = common.surrogate_metrics(ratio, logprobs, micro, *clip)
+        metrics = surrogate_metrics(tokens, ratio, *clip)
         if 7 in self.exercises:
-            assert values is not None
-            error = torch.where(sampled, values - micro.value_targets, 0.0) ** 2 / 2
+            error = (tokens.values - tokens.value_targets) ** 2 / 2
             loss = loss + VALUE_COEF * (token_weights * error).sum()
-            metrics["value/loss"] = error[micro.loss_mask].sum().item()
+            metrics["value/loss"] = error[tokens.in_loss].sum().item()
         return loss, metrics
 
     def weighted_kl(self, logprobs: Tensor, ratio: Tensor, other: Tensor, kind: str) -> Tensor:
-        """Returns ρ times exercise 6 for each token, as algorithms/kl.py does for k3: [b, T-1].
+        """Returns ρ times exercise 6 for each token, as algorithms/kl.py does for k3: [n].
 
         `kind` is ignored. Gradients flow through `logprobs` and `ratio`.
         """
         return ratio * self._call("kl_k3", logprobs, other, like=logprobs)
 
     def draw(self, logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples token ids [R] from logits [R, V] with exercise 8; returns them and log-probs [R].
+        """Samples token ids [C] from logits [C, V] with exercise 8; returns them and log-probs [C].
 
-        `chance` [R], uniform in [0, 1), seeds the exercise's generator. Without exercise 8, this is
+        `chance` [C], uniform in [0, 1), seeds the exercise's generator. Without exercise 8, this is
         the library's `draw`.
         """
         if 8 not in self.exercises:

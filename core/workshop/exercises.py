@@ -169,7 +169,7 @@ EXERCISES = (
         "Make a list of False and True for all T ids, drop its first entry (no logits predict the "
         "first token), and return torch.tensor(.., dtype=torch.bool).",
         "sampled[1:]",
-        "to_rollout_batch in core/batching.py",
+        "to_tokens in core/batching.py",
         (
             Fact("one turn of 3 + 2 ids: the last two of the four predictions are sampled",
                  lambda f: f.completion_mask(TURNS[:1])),
@@ -351,7 +351,7 @@ EXERCISES = (
         "Take two right answers, a short one and a long one. Which gets the larger advantage?",
         "Look at what `returns` is divided by.",
         "returns = ",
-        "token_weights in algorithms/common.py, and Dr. GRPO, arXiv:2503.20783",
+        "token_weights in algorithms/tokens.py, and Dr. GRPO, arXiv:2503.20783",
         (
             Fact("with equal rewards, a long answer has the same advantage as a short one",
                  lambda f: f.advantages_of_tokens(REWARDS, SAMPLED, ONE_GROUP)),

@@ -32,14 +32,15 @@ from record import versions as package_versions  # noqa: E402
 from workload import SHAPES, Shape, memory_used, save_model  # noqa: E402
 
 from core import canary, nanollm  # noqa: E402
-from core.batching import RolloutBatch, to_rollout_batch  # noqa: E402
+from core.batching import Batch, to_tokens  # noqa: E402
 from core.loading import load_policy  # noqa: E402
 from core.nanollm import NanoLLM  # noqa: E402
 from core.optimizer import make_optimizer  # noqa: E402
 from core.policy import Policy  # noqa: E402
 from core.sampler import SamplingParams, TorchSampler  # noqa: E402
+from core.scoring import score_tokens  # noqa: E402
 from core.types import Completion, Rollout, Turn  # noqa: E402
-from train import run_command, score_logprobs  # noqa: E402
+from train import run_command  # noqa: E402
 
 ON_CPU = sys.argv[2:3] == ["cpu"]
 VARIANT = "".join(sys.argv[3:4])  # of gpu_check.VARIANTS, or none
@@ -334,8 +335,7 @@ def gaps(policy: Policy, completions: list[Completion], temperature: float) -> F
 def sampling_gaps(policy: Policy, completions: list[Completion], temperature: float) -> Tensor:
     """|trainer - sampler| of every sampled token, the trainer with a tree."""
     batch = batch_of(completions)
-    logprobs, _ = score_logprobs(policy, batch, temperature)
-    return (logprobs - batch.sampler_logprobs)[batch.completion_mask].abs()
+    return (score_tokens(policy, batch, temperature)["logprobs"] - batch.sampler_logprobs).abs()
 
 
 @torch.no_grad()
@@ -348,15 +348,15 @@ def nats_below_best(policy: Policy, prompt: list[int], completion: Completion) -
 
 
 def log_probs(policy: Policy) -> Tensor:
-    """The trainer's log-probs of fixed completions: float32 [B, N]."""
+    """The trainer's log-probs of fixed completions: float32 [S]."""
     fixed = [Completion([9 + i] * (5 + i), [0.0] * (5 + i), "", "length") for i in range(16)]
-    return score_logprobs(policy, batch_of(fixed), 1.0)[0]
+    return score_tokens(policy, batch_of(fixed), 1.0)["logprobs"]
 
 
-def batch_of(completions: list[Completion]) -> RolloutBatch:
+def batch_of(completions: list[Completion]) -> Batch:
     pairs = zip(PROMPTS, completions, strict=True)
     turns = [Turn(prompt, c.token_ids, c.logprobs, c.finish_reason) for prompt, c in pairs]
-    return to_rollout_batch([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
+    return to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
 
 
 STEPS: dict[str, Callable[[], Found]] = {

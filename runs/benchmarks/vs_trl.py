@@ -228,15 +228,16 @@ def picorl(
 ) -> dict[str, Any]:  # fmt: skip
     """Measures steps of picoRL, in a run of train.py."""
     import train
+    from core.loop import play
     from core.loop.run import Run
 
     timer = StepTimer(gpu)
-    collect, log = train.collect_rollouts, Run.log
+    collect, log = play.collect, Run.log
 
     def collect_rollouts(*args: Any) -> Any:
-        sampled, kept = collect(*args)
-        timer.prompt_tokens = len(sampled[0].turns[0].prompt_ids)
-        return sampled, kept
+        played = collect(*args)
+        timer.prompt_tokens = len(played.sampled[0].turns[0].prompt_ids)
+        return played
 
     def end_step(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> bool:
         stop = log(run, update, metrics, rollouts)
@@ -246,7 +247,7 @@ def picorl(
             timer.step_ended()
         return stop
 
-    train.collect_rollouts = timer.time_sampling(collect_rollouts)
+    play.collect = timer.time_sampling(collect_rollouts)
     Run.log, Run.save = end_step, lambda run: False
     with tempfile.TemporaryDirectory() as empty, timer.watch_memory():
         os.chdir(empty)  # for runs/

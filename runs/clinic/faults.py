@@ -154,7 +154,7 @@ def end_token_masked(patch: Patch) -> None:
     def masked(cfg: Any, batch: Any) -> None:
         shape_rewards(cfg, batch)
         ends = (batch.completion_lengths > 0) & ~batch.hit_token_limit
-        batch.loss_mask = batch.loss_mask & ~ends
+        batch.in_loss &= ~ends
 
     patch(train, "shape_rewards", masked)
 
@@ -174,8 +174,9 @@ def advantages_shifted(patch: Patch) -> None:
     add_advantages = train.add_advantages
 
     def shifted(batch: Any, found: torch.Tensor) -> None:
-        neighbour = found.roll(1, dims=0)[:, :1]
-        add_advantages(batch, torch.where(batch.completion_mask, neighbour, 0.0))
+        lengths = batch.rollout.unique_consecutive(return_counts=True)[1]
+        of_rollouts = found[lengths.cumsum(0) - 1]  # at the last token of each
+        add_advantages(batch, of_rollouts.roll(1).repeat_interleave(lengths))
 
     patch(train, "add_advantages", shifted)
 
@@ -213,8 +214,9 @@ def kl_sign(patch: Patch) -> None:
     """The KL to the reference is maximized."""
     regularizers = train.regularizers
 
-    def negative(cfg: Any, *args: Any) -> Any:
-        return regularizers(replace(cfg, kl_coef=-cfg.kl_coef), *args)
+    def negative(run: Any, *args: Any) -> Any:
+        cfg = replace(run.cfg, kl_coef=-run.cfg.kl_coef)
+        return regularizers(replace(run, cfg=cfg), *args)
 
     patch(train, "regularizers", negative)
 
@@ -222,21 +224,20 @@ def kl_sign(patch: Patch) -> None:
 @fault("ChatGLM-Efficient-Tuning #380", "kl/reference", "reference_moves", "--kl-coef 5")
 def reference_moves(patch: Patch) -> None:
     """The reference is not a copy of the policy: it is the policy."""
-    patch(train, "load_reference", lambda cfg, run: replace(run.policy, value_head=None))
+    patch(train, "freeze_reference", lambda policy, *_: replace(policy, value_head=None))
 
 
 @fault("prime-rl #583", "loss/weight", "loss_weight", "--max-tokens-per-micro-batch 256")
 def micro_batch_mean(patch: Patch) -> None:
     """Each micro-batch divides by its own number of tokens, and the gradients are added up."""
-    micro_batches = train.micro_batches
+    forward = train.forward
 
     def means(*args: Any) -> Any:
-        for micro in micro_batches(*args):
-            if len(args) == 3:  # not where log-probs are only scored
-                micro.token_weights = micro.loss_mask / micro.loss_mask.sum()
-            yield micro
+        tokens = forward(*args)
+        tokens.token_weights = tokens.in_loss / tokens.in_loss.sum()
+        return tokens
 
-    patch(train, "micro_batches", means)
+    patch(train, "forward", means)
 
 
 @fault("LLaMA-Factory #124", "value/loss", "value_head_frozen", "--algo ppo")

@@ -26,10 +26,9 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
 
-from algorithms import common, grpo, ppo, reinforce  # noqa: E402
-from algorithms.common import Batch, Micro  # noqa: E402
+from algorithms import grpo, ppo, reinforce  # noqa: E402
+from algorithms.tokens import Tokens, token_weights  # noqa: E402
 from algorithms.variants import cispo, dppo, gdpo, gspo, kl_cov  # noqa: E402
-from core.batching import add_advantages  # noqa: E402
 
 LENGTHS = torch.tensor([1, 2, 3, 3])  # of the completions: end; on, end; on, on, end; on, on, on
 TOKENS = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]])  # 1: end
@@ -101,27 +100,27 @@ def estimate(
         rewards = torch.zeros(2 * GROUP, 3)
         right = RIGHT[task, completions].to(rewards.dtype)
         rewards[torch.arange(2 * GROUP), LENGTHS[completions] - 1] = right
-        known: dict[str, Any] = {
-            "completion_mask": sampled, "turn_ids": torch.zeros(2 * GROUP, 3, dtype=torch.int64),
-            "group_ids": task, "rewards": rewards,
-            "old_logprobs": old_logprobs[task, completions],
-            "sampler_logprobs": old_logprobs[task, completions],
-        }  # fmt: skip
+        rollout, place = sampled.nonzero(as_tuple=True)  # of each token: [S] and [S]
+        old_here = old_logprobs[task, completions][sampled]
+        part = rewards.sum(1, keepdim=True)[rollout]  # of GDPO: one reward
+        ones = torch.ones_like(old_here)
+        tokens = Tokens(
+            rollout=rollout, turn=rollout * 0, sequence=rollout, group=task[rollout],
+            rewards=rewards[sampled], discounts=ones, in_loss=rollout >= 0,
+            reward_parts=part, reward_weights=torch.ones_like(part), old_logprobs=old_here,
+            sampler_logprobs=old_here, importance_weights=ones,
+            logprobs=logprobs[task, completions][sampled].requires_grad_(),
+        )  # fmt: skip
         if values is not None:
-            known["values"] = torch.where(sampled, values[task, completions], 0.0)
-        parts = rewards.sum(1, keepdim=True)  # of GDPO: one reward
-        batch = Batch(**known, reward_parts=parts, reward_weights=torch.ones_like(parts))
-        add_advantages(batch, algorithm.compute_advantages(batch, options))
-        weights = common.token_weights(sampled, options.aggregation, 3, None, task)
-        known |= {
-            "advantages": batch.advantages, "own": batch.own, "value_targets": batch.value_targets,
-            "importance_weights": torch.ones(2 * GROUP, 3), "token_weights": weights,
-        }  # fmt: skip
-        here = logprobs[task, completions].requires_grad_()
-        loss, _ = algorithm.compute_loss(here, known.get("values"), Micro(**known), options)
-        (by_token,) = torch.autograd.grad(-loss, here)  # [B, token]
-        terms = by_token[..., None] * scores[task, completions]
-        gradient = torch.zeros(2, 3, 2).index_add(0, task, terms)
+            tokens.old_values = tokens.values = values[task, completions][sampled]
+        found = algorithm.compute_advantages(tokens, options)
+        tokens.add(found if isinstance(found, dict) else {"advantages": found})
+        rollouts = list(range(2 * GROUP))
+        tokens.token_weights = token_weights(tokens, rollouts, options.aggregation, 3)
+        loss, _ = algorithm.compute_loss(tokens, options)
+        (by_token,) = torch.autograd.grad(-loss, tokens.logprobs)  # [S]
+        terms = by_token[:, None] * scores[task, completions][sampled]  # [S, 2]
+        gradient = torch.zeros(2, 3, 2).index_put((task[rollout], place), terms, accumulate=True)
         mean += probability * gradient
         square += probability * gradient.square().sum().item()
     return mean, square - mean.square().sum().item()

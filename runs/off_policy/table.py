@@ -21,7 +21,7 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 import record  # noqa: E402
 
 from algorithms import off_policy, reinforce  # noqa: E402
-from algorithms.common import Micro  # noqa: E402
+from algorithms.tokens import Tokens  # noqa: E402
 from algorithms.variants.opsm import Options, kept_tokens  # noqa: E402
 
 VOCABULARY, LENGTH = 3, 8
@@ -55,28 +55,30 @@ class Chain:
         self.logits = normal(*shape).requires_grad_()
         sampler_logits = self.logits.detach() + noise * normal(*shape)
         sequences = list(itertools.product(range(VOCABULARY), repeat=length))
-        self.tokens = torch.tensor(sequences)  # [S, T]
+        self.tokens = torch.tensor(sequences)  # [sequences, T]
         self.previous = torch.nn.functional.pad(self.tokens[:, :-1] + 1, (1, 0))
         self.returns = normal(len(sequences))
         self.sampler_logprobs = self.logprobs(sampler_logits)
         self.chances = self.sampler_logprobs.sum(1).exp()  # of each sequence, in the sampler
 
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log-prob of each token of each sequence, [S, T]."""
+        """Log-prob of each token of each sequence, [sequences, T]."""
         position = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         return logits.log_softmax(-1)[position, self.previous, self.tokens]
 
     def advantages(self) -> torch.Tensor:
-        """Returns minus their expectation under the policy, for each token: [S, T]."""
+        """Returns minus their expectation under the policy, for each token: [sequences, T]."""
         chances = self.logprobs(self.logits.detach()).sum(1).exp()
         return (self.returns - chances @ self.returns)[:, None].expand_as(self.tokens)
 
-    def micro(self, old_logprobs: torch.Tensor) -> Micro:
-        """All sequences as one micro-batch."""
-        return Micro(
-            completion_mask=torch.ones_like(old_logprobs, dtype=torch.bool),
-            old_logprobs=old_logprobs, sampler_logprobs=self.sampler_logprobs,
-            advantages=self.advantages(),
+    def all_tokens(self, logprobs: torch.Tensor) -> Tokens:
+        """The tokens of all sequences, as one micro-batch."""
+        sequence = torch.arange(len(self.tokens)).repeat_interleave(self.tokens.shape[1])
+        return Tokens(
+            sequence=sequence, in_loss=sequence >= 0,
+            logprobs=logprobs.flatten(), old_logprobs=logprobs.detach().flatten(),
+            sampler_logprobs=self.sampler_logprobs.flatten(),
+            advantages=self.advantages().flatten(),
         )  # fmt: skip
 
     def true_gradient(self) -> torch.Tensor:
@@ -85,27 +87,26 @@ class Chain:
         return torch.autograd.grad(expected, self.logits)[0].flatten()
 
     def gradients(self, weights: torch.Tensor) -> torch.Tensor:
-        """What each sequence adds to the gradient, [S, number of logits], by our own loss."""
+        """What each sequence adds to the gradient, [sequences, logits], by our own loss."""
         logits = self.logits.detach().expand(len(self.tokens), *self.logits.shape).clone()
         logits.requires_grad_()
         position = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         row = torch.arange(len(self.tokens))[:, None].expand_as(self.tokens)
         logprobs = logits.log_softmax(-1)[row, position, self.previous, self.tokens]
-        micro = self.micro(logprobs.detach())
-        micro.importance_weights, micro.token_weights = weights, torch.ones_like(logprobs)
-        loss, _ = reinforce.compute_loss(logprobs, None, micro, reinforce.Options())
+        tokens = self.all_tokens(logprobs)
+        tokens.importance_weights, tokens.token_weights = weights, torch.ones_like(weights)
+        loss, _ = reinforce.compute_loss(tokens, reinforce.Options())
         return -torch.autograd.grad(loss, logits)[0].flatten(1)
 
     def weights(
         self, level: str, cap: float, mode: str, low: float, high: float, opsm: float
     ) -> torch.Tensor:
-        """The weight of each token, [S, T], from the functions that training uses."""
-        old = self.logprobs(self.logits.detach())
-        micro = self.micro(old)
-        ratio = off_policy.sampler_ratio(micro, level)
+        """The weight of each token, from the functions that training uses."""
+        tokens = self.all_tokens(self.logprobs(self.logits.detach()))
+        ratio = off_policy.sampler_ratio(tokens, level)
         weights = off_policy.importance_weights(ratio, cap, mode)
-        kept = kept_tokens(old, micro, Options(limit=opsm, reject_low=low, reject_high=high))
-        return torch.where(kept, weights, 0.0)
+        options = Options(limit=opsm, reject_low=low, reject_high=high)
+        return weights * kept_tokens(tokens, options)
 
 
 def bias_and_variance(chain: Chain, weights: torch.Tensor) -> tuple[float, float]:

@@ -5,14 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from algorithms.common import (
-    masked_mean,
-    minus,
-    token_weights,
-)
 from algorithms.token_logprobs import only_kept, token_logprobs
+from algorithms.tokens import Tokens, group_mean, group_std, minus, token_weights
 
-NAN = float("nan")
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])
 # each sequence's first and last predicted token are sampled in one of the rows
 MASK = torch.tensor([[True, True, False, True], [False, True, True, True]])
@@ -27,15 +22,20 @@ def small_head():
     return hidden, torch.randn(5, 3, generator=generator).requires_grad_()
 
 
+def places(mask):
+    """Where the tokens of the mask are predicted from, and their ids."""
+    return NODES[:, :-1][mask], IDS[:, 1:][mask]
+
+
 def by_hand(hidden, head, mask, temperature, kept_ids=None):
     """The same by loops: the hidden state at t scores the token at t+1."""
-    logprobs, entropy, n = torch.zeros(2, 4), torch.zeros(2, 4), 0
-    for b, t in mask.nonzero().tolist():
+    logprobs, entropy = (torch.zeros(int(mask.sum())) for _ in range(2))
+    for n, (b, t) in enumerate(mask.nonzero().tolist()):
         logits = hidden[NODES[b, t]] @ head.T / temperature
         ids = list(range(5)) if kept_ids is None else kept_ids[n]
-        row, n = logits[ids] - logits[ids].logsumexp(0), n + 1
-        logprobs[b, t] = row[ids.index(IDS[b, t + 1])]
-        entropy[b, t] = -(row.exp() * row).sum()
+        row = logits[ids] - logits[ids].logsumexp(0)
+        logprobs[n] = row[ids.index(IDS[b, t + 1])]
+        entropy[n] = -(row.exp() * row).sum()
     return logprobs, entropy
 
 
@@ -53,12 +53,10 @@ def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chun
     if kept_ids:
         sampled = IDS[:, 1:][mask].tolist()
         kept_ids = [sorted({*ids, x}) for ids, x in zip(kept_ids, sampled, strict=True)]
-    got = token_logprobs(
-        hidden, NODES, IDS, mask, lambda h: h @ head.T, temperature, chunk, kept_ids
-    )
+    got = token_logprobs(hidden, *places(mask), lambda h: h @ head.T, temperature, chunk, kept_ids)
     want = by_hand(hidden, head, mask, temperature, kept_ids)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    pull = torch.linspace(-1, 2, 8).view(2, 4)  # an uneven gradient, through both results
+    pull = torch.linspace(-1, 2, len(got[0]))  # an uneven gradient, through both results
     got_grads, want_grads = (
         torch.autograd.grad((x * pull + y * pull**2).sum(), (hidden, head)) for x, y in (got, want)
     )
@@ -83,15 +81,16 @@ def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
         sizes.append(len(h))
         return h @ head.T
 
-    token_logprobs(hidden, NODES, IDS, MASK, to_logits, chunk=4)
+    token_logprobs(hidden, *places(MASK), to_logits, chunk=4)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
-    logprobs, entropy = token_logprobs(hidden, NODES, IDS, MASK & False, to_logits)
-    assert torch.equal(logprobs, torch.zeros(2, 4)) and torch.equal(entropy, torch.zeros(2, 4))
+    logprobs, entropy = token_logprobs(hidden, *places(MASK & False), to_logits)
+    assert len(logprobs) == len(entropy) == 0
 
 
 # Rollouts of 1, 2, 3 and no tokens, at most 8; the last counts, although it has none. The first and
 # the third are a group.
-TRAINED = torch.tensor([[0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool()
+ROLLOUT = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 3])
+TRAINED = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 1, 0]).bool()
 GROUPS = torch.tensor([4, 7, 4, 9])
 
 
@@ -105,25 +104,21 @@ GROUPS = torch.tensor([4, 7, 4, 9])
     ],
 )
 def test_token_weights_by_hand(aggregation, want, want_of_two):
-    weights = token_weights(TRAINED, aggregation, 8, group_ids=GROUPS)
-    torch.testing.assert_close(weights, TRAINED * torch.tensor([[x] for x in [*want, 0]]))
-    two = token_weights(TRAINED, aggregation, 8, rows=[0, 1], group_ids=GROUPS)
-    want = torch.tensor([[x] for x in [*want_of_two, 0, 0]])
-    torch.testing.assert_close(two, TRAINED * want)
-    assert torch.equal(token_weights(TRAINED & False, aggregation, 8), torch.zeros(4, 4))
-    alone = token_weights(TRAINED[:1], aggregation, 8)  # one token in all
-    assert alone.tolist() == [[0, 1 / 8 if aggregation == "constant" else 1, 0, 0]]
+    batch = Tokens(rollout=ROLLOUT, in_loss=TRAINED, group=GROUPS[ROLLOUT])
+    weights = token_weights(batch, [0, 1, 2, 3], aggregation, 8)
+    torch.testing.assert_close(weights, TRAINED * torch.tensor([*want, 0])[ROLLOUT])
+    two = token_weights(batch, [0, 1], aggregation, 8)
+    torch.testing.assert_close(two, TRAINED * torch.tensor([*want_of_two, 0, 0])[ROLLOUT])
+    alone = token_weights(batch, [0], aggregation, 8)  # one token in all
+    assert alone[1] == (1 / 8 if aggregation == "constant" else 1) and alone.count_nonzero() == 1
+    batch.in_loss = TRAINED & False
+    assert not token_weights(batch, [0, 1, 2, 3], aggregation, 8).any()
 
 
-def test_masked_mean_ignores_what_is_masked():
-    values = torch.tensor([[1.0, NAN, 4.0], [5.0, 7.0, NAN]], requires_grad=True)
-    mask = torch.tensor([[True, False, True], [True, True, False]])
-    mean = masked_mean(values, mask)
-    mean.backward()
-    assert mean.item() == 17 / 4 and values.grad.tolist() == [[1 / 4, 0, 1 / 4], [1 / 4, 1 / 4, 0]]
-    assert masked_mean(values, mask, dim=1).tolist() == [[2.5], [6]]
-    assert masked_mean(values, mask, dim=0).tolist() == [[3, 7, 4]]
-    assert masked_mean(values, mask & False).item() == 0
+def test_mean_and_deviation_of_a_sample_of_each_group():
+    x, ids = torch.tensor([1.0, 4.0, 3.0, 9.0]), torch.tensor([5, 2, 5, 7])
+    assert group_mean(x, ids).tolist() == [2, 4, 2, 9]
+    assert group_std(x, ids).tolist() == pytest.approx([2**0.5, 0, 2**0.5, 0])
 
 
 def test_minus_is_0_up_to_rounding_and_no_further():
@@ -142,13 +137,12 @@ def test_gradients_of_tokens_with_one_prefix_add_up_to_the_same_bits_each_time(r
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(4)
     head, hidden = torch.randn(128, 5), torch.randn(2, 128)
-    nodes = torch.zeros(40, 101, dtype=torch.int64)
-    ids, mask = torch.randint(5, nodes.shape), torch.ones(40, 100, dtype=torch.bool)
-    kept = [[0, 1, 2, 3, 4]] * mask.sum().item()
+    nodes, ids = torch.zeros(4000, dtype=torch.int64), torch.randint(5, (4000,))
+    kept = [[0, 1, 2, 3, 4]] * 4000
     found = set()
     for _ in range(10):
         inputs = hidden.clone().requires_grad_()
-        logprobs, _ = token_logprobs(inputs, nodes, ids, mask, lambda h: h @ head, kept_ids=kept)
-        (logprobs * torch.linspace(-1, 1, 100)).sum().backward()
+        logprobs, _ = token_logprobs(inputs, nodes, ids, lambda h: h @ head, kept_ids=kept)
+        (logprobs * torch.linspace(-1, 1, 4000)).sum().backward()
         found.add(inputs.grad.numpy().tobytes())
     assert len(found) == 1

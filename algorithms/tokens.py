@@ -1,0 +1,248 @@
+"""The afternoon, 4 of 6. What the algorithms share: tokens, turns, token weights.
+
+Every token that was sampled in an update has a number, 0 to S-1, rollout after rollout. What is
+known of the tokens are vectors [S] in the order of these numbers; a micro-batch is a choice of n
+numbers, and its formulas see vectors [n]. There is no padding, so nothing is masked. What several
+tokens have in common is a vector of integers, such as `rollout`: `group_sum` adds up over it.
+
+Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
+weights are computed once per gradient step, so the gradients of micro-batches add up to the
+gradient of the step, however the step was cut.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from algorithms.kl import kl_estimate
+from algorithms.options import Aggregation
+
+ROUNDING = 1e-7  # relative difference below which returns are equal, as rewards are float32
+
+
+class Tokens:
+    """What is known of some sampled tokens: vectors [n] by name, float32 unless stated otherwise.
+
+    A vector is there from when it was computed; reading it before raises AttributeError. An
+    algorithm may add vectors of its own (core/algorithm.py).
+
+    >>> tokens = Tokens(rollout=torch.tensor([0, 0, 1]), advantages=torch.tensor([1.0, 1.0, -1.0]))
+    >>> tokens[torch.tensor([2])].advantages
+    tensor([-1.])
+    """
+
+    # from the rollouts: where a token is from, and how likely it was when it was sampled
+    rollout: Tensor  # int64: of B
+    group: Tensor  # int64: the rollouts of one task
+    sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
+    sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats
+    # before the first gradient step, where something reads them: how likely it is
+    old_logprobs: Tensor  # for the policy
+    old_values: Tensor  # the value head's estimate (PPO)
+    ref_logprobs: Tensor  # for the reference of --kl-coef
+    # from the settings: what it earned
+    turn: Tensor  # int64: the number of its turn in the rollout; --credit episode: 0
+    rewards: Tensor  # a turn's, at its last token; --kl-in reward: minus the KL at every token
+    discounts: Tensor  # float64: γ at the last token of a turn, else 1
+    in_loss: Tensor  # bool: whether it counts in the loss; by default all do
+    # from compute_advantages
+    advantages: Tensor
+    value_targets: Tensor  # if there is a value head
+    # for one gradient step
+    token_weights: Tensor  # what the token's term is multiplied by; 0: not in the loss
+    # from the forward pass of a micro-batch: how likely it is now
+    logprobs: Tensor  # with gradient
+    entropy: Tensor  # of the policy's distribution at its place
+    values: Tensor  # with gradient (PPO)
+    sampler_ratio: Tensor  # π_old / π_sampler
+    importance_weights: Tensor  # made of it: capped, or 0 where a token is rejected
+    outputs: list[Tensor]  # what the model computed: logprobs, entropy, values
+
+    def __init__(self, **vectors: Tensor) -> None:
+        vars(self).update(vectors)
+
+    def __getattr__(self, name: str) -> Tensor:  # called only where there is no such vector
+        names = ", ".join(self.vectors())
+        message = f"{name} is not known of these tokens; known are {names}"
+        raise AttributeError(message, name=name, obj=self)
+
+    def __contains__(self, name: str) -> bool:
+        return name in vars(self)
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    def vectors(self) -> dict[str, Tensor]:
+        """All vectors by name."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    def __getitem__(self, numbers: Tensor) -> "Tokens":
+        """The tokens with these numbers [n]."""
+        return Tokens(**{name: x[numbers] for name, x in self.vectors().items()})
+
+    def to(self, device: torch.device) -> "Tokens":
+        """The same tokens on another device."""
+        return Tokens(**{name: x.to(device) for name, x in self.vectors().items()})
+
+    def add(self, vectors: Mapping[str, Tensor]) -> None:
+        """Adds what was computed of these tokens."""
+        vars(self).update(vectors)
+
+
+@dataclass
+class Turns:
+    """The K turns of an update, rollout after rollout.
+
+    With --credit episode (the default of all but PPO) a rollout counts as one turn, so `returns`
+    are those of the rollouts.
+    """
+
+    returns: Tensor  # [K] float64: discounted return from this turn on, R_k = r_k + γ R_{k+1}
+    number: Tensor  # [K] int64: of the turn in its rollout
+    peers: Tensor  # [K] int64: equal for turns that are compared: turn k of a group's rollouts
+    last_token: Tensor  # [K] int64: the number of its last token; tokens.group[last_token] is [K]
+    of_token: Tensor  # [S] int64: the turn of each token; returns[of_token] is [S]
+
+
+def turns_of(tokens: Tokens) -> Turns:
+    """The turns of the sampled tokens. Returns are float64, so that sums round far below ROUNDING.
+
+    >>> tokens = Tokens(rewards=torch.tensor([0.0, 1.0, 4.0]), rollout=torch.tensor([0, 0, 0]),
+    ...                 turn=torch.tensor([0, 0, 1]), group=torch.tensor([7, 7, 7]),
+    ...                 discounts=torch.tensor([1.0, 0.5, 0.5]).double())
+    >>> turns = turns_of(tokens)
+    >>> turns.returns, turns.of_token
+    (tensor([3., 4.], dtype=torch.float64), tensor([0, 0, 1]))
+    """
+    turn_ids = pair_ids(tokens.rollout, tokens.turn)
+    _, of_token, lengths = turn_ids.unique_consecutive(return_inverse=True, return_counts=True)
+    last = lengths.cumsum(0) - 1
+    returns = sums(tokens.rewards.double(), of_token)
+    rollouts, discounts = tokens.rollout[last].tolist(), tokens.discounts[last].tolist()
+    for k in reversed(range(len(last) - 1)):
+        if rollouts[k] == rollouts[k + 1]:
+            returns[k] += discounts[k] * returns[k + 1]
+    number = tokens.turn[last]
+    _, peers = pair_ids(tokens.group[last], number).unique(return_inverse=True)
+    return Turns(returns, number, peers, last, of_token)
+
+
+def pair_ids(a: Tensor, b: Tensor) -> Tensor:
+    """A number for each pair of ids, int64 [n] and [n]; equal for equal pairs.
+
+    >>> pair_ids(torch.tensor([3, 3, 0]), torch.tensor([1, 1, 2]))
+    tensor([10, 10,  2])
+    """
+    return a * (int(b.max()) + 1) + b if len(b) else a
+
+
+def minus(returns: Tensor, baseline: Tensor) -> Tensor:
+    """`returns - baseline`, float64; 0 where they differ by rounding only.
+
+    The mean of equal numbers can be off in the last digit, and the rewards 0.1 and 0.2 of two turns
+    do not add up to the reward 0.3. Adam, which divides the gradient by its size, would turn such a
+    difference into a step of the full learning rate.
+
+    >>> mean = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64).sum() / 3
+    >>> 0.1 - mean.item() == 0, minus(torch.tensor(0.1, dtype=torch.float64), mean).item()
+    (False, 0.0)
+    """
+    difference = returns.double() - baseline.double()
+    return torch.where(difference.abs() <= ROUNDING * returns.abs(), 0.0, difference)
+
+
+def sums(x: Tensor, ids: Tensor) -> Tensor:
+    """The sum of `x` [n, ..] for each number in `ids` [n], from 0 to the highest.
+
+    In float64: on a GPU the order of the terms is open, which float32 would show.
+
+    >>> sums(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([3., 5.])
+    """
+    count = int(ids.max()) + 1 if len(ids) else 0
+    zeros = x.new_zeros(count, *x.shape[1:], dtype=torch.float64)
+    return zeros.index_add(0, ids, x.double()).type_as(x)
+
+
+def group_sum(x: Tensor, ids: Tensor) -> Tensor:
+    """The sum of `x` over those with the same number in `ids`, for each of them.
+
+    >>> group_sum(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
+    tensor([3., 3., 5.])
+    """
+    return sums(x, ids)[ids]
+
+
+def group_mean(x: Tensor, ids: Tensor) -> Tensor:
+    """The mean of `x` over those with the same number in `ids`, for each of them."""
+    return group_sum(x, ids) / group_sum(torch.ones_like(x), ids)
+
+
+def group_std(x: Tensor, ids: Tensor) -> Tensor:
+    """The standard deviation of a sample (n-1) over those with the same number; 0 for one alone."""
+    squares = group_sum(minus(x, group_mean(x, ids)) ** 2, ids)
+    return (squares / (group_sum(torch.ones_like(x), ids) - 1).clamp(min=1)).sqrt()
+
+
+def token_weights(
+    tokens: Tokens, rollouts: list[int], aggregation: Aggregation | None, max_tokens: int
+) -> Tensor:
+    """Weight of each token's term in the loss of one step; the loss is the weighted sum.
+
+        token       1 / all tokens: every token counts the same     DAPO in verl and TRL (grpo.py)
+        sequence    1 / (rollouts · tokens of its rollout)           GRPO, arXiv:2402.03300
+        prompt      1 / (groups · tokens of its group in the step)   ScaleRL, arXiv:2510.13786
+        constant    1 / (rollouts · max_tokens)                      Dr. GRPO, arXiv:2503.20783
+
+    All counts are of the step: `rollouts` lists its rollouts. With `sequence` each token of a long
+    rollout weighs less, so a long wrong answer is pushed down less per token. With `constant` the
+    weight does not depend on the rollout's length; `max_tokens` is the limit of one completion, so
+    a rollout of several turns can weigh more than 1 / rollouts.
+    Rollouts and groups of which no token is in the loss are counted, too.
+
+    Returns [S] of the default dtype, 0 for the tokens of other rollouts and those out of the loss.
+
+    >>> tokens = Tokens(rollout=torch.tensor([0, 0, 1]), in_loss=torch.ones(3) > 0)
+    >>> token_weights(tokens, [0, 1], "sequence", 8)
+    tensor([0.2500, 0.2500, 0.5000])
+    """
+    in_step = torch.isin(tokens.rollout, torch.tensor(rollouts))
+    one = (in_step & tokens.in_loss).to(torch.get_default_dtype())
+    if aggregation == "token":
+        return one / one.sum().clamp(min=1)
+    if aggregation == "sequence":
+        return one / group_sum(one, tokens.rollout).clamp(min=1) / len(rollouts)
+    if aggregation == "prompt":
+        groups = len(tokens.group[in_step].unique())
+        return one / group_sum(one, tokens.group).clamp(min=1) / max(1, groups)
+    return one / (len(rollouts) * max_tokens)
+
+
+def normalize(x: Tensor, in_loss: Tensor, eps: float = 1e-4) -> Tensor:
+    """Shifts and scales [S] to mean 0 and standard deviation 1 over the tokens in the loss.
+
+    The other tokens get 0. Returns float64.
+    """
+    inside, result = x[in_loss].double(), torch.zeros_like(x, dtype=torch.float64)
+    centered = minus(inside, inside.mean())
+    result[in_loss] = centered / (centered.square().mean().sqrt() + eps)
+    return result
+
+
+def surrogate_metrics(
+    tokens: Tokens, ratio: Tensor, clip_low: float, clip_high: float, either_sign: bool = False
+) -> dict[str, float]:
+    """Sums over the tokens in the loss; the loop divides them by the number of these tokens.
+
+    A token counts as clipped if its ratio is above the clip and its advantage positive, or its
+    ratio below the clip and its advantage negative: there the clip removes the gradient.
+    `either_sign`: whatever the sign of the advantage (CISPO). kl/approx is KL(π_old ‖ π).
+    """
+    low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    if not either_sign:
+        low, high = low & (tokens.advantages < 0), high & (tokens.advantages > 0)
+    kl = kl_estimate(tokens.old_logprobs, tokens.logprobs)
+    found = {"clip/low_fraction": low, "clip/high_fraction": high, "kl/approx": kl}
+    return {name: x[tokens.in_loss].sum().item() for name, x in found.items()}
