@@ -1,6 +1,6 @@
 """The hour, 2 of 2. One update of the default run, from words to new weights, with its numbers.
 
-    python -m core.workshop.one_update
+    python -m core.workshop.one_update            # prints after some ten seconds, on a laptop
 
 The model samples eight answers to each of two questions, and the environment rewards them: a right
 answer earns 1, a wrong one in the right format 0.1, anything else 0. The model was pretrained on
@@ -9,26 +9,14 @@ is right nearly always. A misspelt word costs nothing: only the number counts. O
 makes the tokens of the better answers more likely, on the whole, and those of the worse ones less.
 The default run does this 25 times, with sixteen questions each time.
 
-Imported: `load_policy` loads the model and its tokenizer, `prompt_ids` writes messages as token
-ids, with the chat template's special tokens, and `LetterCounting` asks (`reset`) and rewards
-(`step`). Shapes: P questions, B = P·G answers, T tokens of prompt and answer, V possible tokens.
+Imported: `load_policy` loads a model of transformers, `policy.model`, and its tokenizer;
+`prompt_ids` writes messages as token ids, with the chat template's special tokens; `LetterCounting`
+asks (`reset`) and rewards (`step`). Shapes: P questions, each a task, G answers to each, B = P·G
+answers, T tokens of prompt and answer, V tokens in the vocabulary.
 
-train.py also has:
-
-- episodes of several turns (core/episodes.py), sometimes of several texts each (core/batching.py)
-- a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
-- micro-batches, which bound the memory; the common beginning of texts is computed once
-- importance weights, as sampler and trainer give slightly different log-probs
-  (algorithms/off_policy.py)
-- several gradient steps per update; then the ratio leaves 1, and the clip acts (algorithms/grpo.py)
-- a penalty for leaving a reference (KL), a bonus for variety (entropy), PPO's values (ppo.py)
-- several processes, evaluation, logging, checkpoints
+This file is the loop of train.py without what makes that fast or general; its last lines name what
+is added there.
 """
-
-if __name__ == "__main__":
-    from core.run import cli
-
-    cli.say_loading()
 
 import torch
 from rich.console import Console
@@ -41,7 +29,6 @@ from core.loading import load_policy
 from core.policy import Policy
 from core.tiny import PRETRAINED
 from environments.letter_counting import LetterCounting
-from environments.plumbing.text import printable
 
 SEEDS = [2, 3]  # each is a task, one question; P = 2
 G = 8  # answers to each question: a group
@@ -75,19 +62,13 @@ def token_logprobs(policy: Policy, ids: Tensor) -> Tensor:
 
 
 def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tensor:
-    """GRPO's loss without the clip; `advantages` [B], the others [B, T-1].
+    """The policy gradient's loss; `advantages` [B], the others [B, T-1].
 
-    It is a mean over all sampled tokens, so that each counts the same, in long answers and short
-    (as in DAPO, a variant of GRPO). The ratio is the probability of a token now, divided by that
-    when it was sampled. Its value here is 1, its gradient that of the log-prob: with `logprobs` in
-    the place of `ratio` this file would take the same step. The ratio is for train.py, which may
-    take several steps with the same answers: from the second on it is not 1, and corrects for the
-    change of a token's own probability, not for those of the other tokens. The step pushes a token
-    up where its answer has a positive advantage, and down where it is negative. All answers share
-    the weights, so the sum of all pushes decides.
+    A step on it pushes the tokens of an answer up where its advantage is positive, and down where
+    it is negative. All answers share the weights, so the sum of all pushes decides. Divided by the
+    number of sampled tokens, the loss counts each token the same, in long answers and short.
     """
-    ratio = (logprobs - logprobs.detach()).exp()  # detach: the same numbers, as constants
-    return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()  # M of policy_gradient.md
+    return -(logprobs * advantages[:, None] * sampled).sum() / sampled.sum()
 
 
 def main(policy: Policy) -> None:
@@ -117,8 +98,9 @@ def main(policy: Policy) -> None:
     mean, std = returns.mean(1, keepdim=True), returns.std(1, keepdim=True)  # [P, 1]
     advantages = ((returns - mean) / (std + 1e-4)).flatten()  # [B]; 1e-4: no division by 0
 
-    # 4. The loss, its gradient, and a step. AdamW's first step moves almost every weight by about
-    #    lr, however long the gradient is: limiting its length only matters from the second step on
+    # 4. The loss, its gradient, and a step. A gradient that is longer than 1 is scaled to length 1,
+    #    so that in a longer run no single update decides. AdamW's first step is not affected: it
+    #    divides the gradient by its own size, and moves almost every weight by about lr
     logprobs = token_logprobs(policy, ids)  # [B, T-1]
     compute_loss(logprobs, advantages, sampled).backward()  # gives every weight its gradient
     torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # to length 1, if longer
@@ -132,11 +114,27 @@ def main(policy: Policy) -> None:
         table = Table("answer", "reward", "advantage", "log-prob before", "after", title=question)
         for row in range(i * G, (i + 1) * G):
             numbers = rewards[row], advantages[row], before[row], after[row]
-            table.add_row(printable(texts[row]), *(f"{number:.2f}" for number in numbers))
+            table.add_row(texts[row], *(f"{number:.2f}" for number in numbers))
         Console(markup=False).print(table)
-    print("A right guess may become less likely although its advantage is positive. All guesses "
-          "begin with\nthe same token, <answer>, and the advantages of a question's guesses add up "
-          "to less than 0: that\ntoken may lose more than the digit after it gains.")  # fmt: skip
+    print("Why can a right guess become less likely, although its advantage is positive? All "
+          "guesses begin\nwith the same token, <answer>. The advantages of a question add up to "
+          "0, and the spelled answers\nhave positive ones, so those of the guesses add up to less "
+          "than 0: <answer> becomes less likely.\nThe right digit after it becomes likelier, but "
+          "may gain less than <answer> loses.")  # fmt: skip
+
+
+# train.py does the same, and also has:
+#
+# - episodes of several turns (core/episodes.py), sometimes of several texts each (core/batching.py)
+# - a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
+# - one row of sampled tokens, without padding and `sampled`, and micro-batches, which bound the
+#   memory (core/batching.py); the common beginning of texts is computed once
+# - importance weights, as sampler and trainer give slightly different log-probs
+#   (algorithms/off_policy.py)
+# - several gradient steps per update: then the loss has the policy ratio in place of the log-prob,
+#   and clips it (algorithms/grpo.py); in the first step the gradient is the same
+# - a penalty for leaving a reference (KL), a bonus for variety (entropy), PPO's values (ppo.py)
+# - several processes, evaluation, logging, checkpoints
 
 
 if __name__ == "__main__":
