@@ -141,7 +141,7 @@ class SamplingOptions:
     overlap: bool = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
-    # auto: vllm on a CUDA GPU if it is installed, otherwise torch; server: vLLM's servers
+    # auto: vllm on a CUDA GPU if it starts there, otherwise torch; server: vLLM's servers
     # (runs/scale); openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "server", "openai"] = "auto"
     # URL of the server that --sampler openai evaluates, or URL,URL,.. of those of --sampler server.
@@ -299,7 +299,12 @@ RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes")
 # Names of settings elsewhere
-ALIASES = {"learning_rate": "lr", "environment": "env", "max_steps": "num_updates"}
+ALIASES = {
+    "learning_rate": "lr",
+    "environment": "env",
+    "max_steps": "num_updates",
+    "num_steps": "num_updates",
+}
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
