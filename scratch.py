@@ -12,7 +12,9 @@ prompt, and the *completion* that the policy samples after it. A *log-prob* is t
 of a probability, in nats.
 
 Shapes: B rollouts, T tokens of a chat, N sampled tokens of a rollout, V tokens in the vocabulary.
-[B, T] is a tensor of B rows and T columns. Tensors are float32 unless stated otherwise.
+[B, T] is a tensor of B rows and T columns. Tensors are float32 unless stated otherwise. Rows are
+padded, and a mask says which entries are sampled. The library holds all sampled tokens in one row,
+without padding; --algo scratch pads it for your functions.
 """
 
 import sys
@@ -94,7 +96,8 @@ def group_advantages(returns: Tensor, group_ids: Tensor) -> Tensor:
 
     `returns` [B]: the sum of each rollout's rewards. `group_ids` [B] int64: rollouts of the same
     task have the same number, in any order; each group has at least two rollouts. Use the sample
-    standard deviation (divide by n - 1), plus 1e-4. The result, [B], is called the *advantage*.
+    standard deviation (divide by the number of rollouts minus 1), plus 1e-4. The result, [B], is
+    called the *advantage*.
 
     For each group: select its returns, subtract their mean, divide, and write the results to the
     places of the group.
@@ -143,9 +146,10 @@ def clipped_loss(
     """Returns -Σ min(ρ A, clamp(ρ, 1-clip, 1+clip) A) over the sampled tokens, divided by their
     number: a scalar tensor.
 
-    All tensors are [B, T-1]. `old_logprobs` are those of the policy that sampled, before any step.
-    ρ = π / π_old is the ratio of a token's probability now to its probability then. As in exercise
-    4, values outside the mask must not affect the result or its gradient.
+    All tensors are [B, T-1]. `old_logprobs` are those that the model in training had before its
+    first step on these rollouts. ρ = π / π_old is the ratio of a token's probability now to its
+    probability then. As in exercise 4, values outside the mask must not affect the result or its
+    gradient.
 
     1. Compute ρ from the difference of the two log-probs.
     2. Compute both products and take the smaller one: the clip may remove a gain, never a loss.
@@ -176,11 +180,11 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 # --- 7. An advantage for each token -------------------------------------------------------------
 #
-#     A *value* V_t predicts, before token t, the rewards that are still to come. If V_t+1 is above
-#     V_t, token t was good. GAE (generalized advantage estimation):
+#     A *value* v_t predicts, before token t, the rewards that are still to come. If v_t+1 is above
+#     v_t, token t was good. GAE (generalized advantage estimation):
 #
-#     rewards   r_0   r_1   r_2          δ_t = r_t + γ V_t+1 - V_t        V after the last token: 0
-#     values    V_0   V_1   V_2          A_t = δ_t + γ λ A_t+1            from right to left
+#     rewards   r_0   r_1   r_2          δ_t = r_t + γ v_t+1 - v_t        v after the last token: 0
+#     values    v_0   v_1   v_2          A_t = δ_t + γ λ A_t+1            from right to left
 #                         ◀─── A
 
 

@@ -3,14 +3,18 @@
 A row is a distinct prefix: a prompt and the tokens sampled after it. Completions that are equal so
 far are one row, which splits when their next tokens differ:
 
-    cache = prefill(policy, prompts, max_new_tokens=64)    # a row for each of R distinct prompts
-    cache.logits                # [R, V]: logits of the token after each row
+    cache = prefill(policy, prompts, max_new_tokens=64)    # a row for each distinct prompt
+    cache.logits                # [U, V]: logits of the token after each row
     cache.select([0, 0, 2])     # row 0 becomes two rows, row 1 is dropped
-    cache.append(token_ids)     # [R]: one token per row; then `logits` are those of the next token
-    cache.merge(other)          # add the rows of another cache, before tokens are appended to it
+    cache.append(token_ids)     # [U]: one token per row; then `logits` are those of the next token
+    cache.merge(new)            # adds the rows of `new`, a cache to which nothing was appended yet
 
 `SharedPrefixCache` stores each prompt once, for all its rows. It serves the models that compute
 trees of prefixes (core/prefix_sharing.py). Others get a `RepeatedPrefixCache`.
+
+Shapes: U rows (distinct prefixes), Q prompts, T tokens of the longest prompt, V vocabulary; in a
+layer, H heads of the queries, h <= H heads of the keys and values (grouped queries), d the width of
+a head.
 """
 
 import itertools
@@ -32,17 +36,20 @@ KeysAndValues = tuple[Tensor, Tensor]  # of one layer
 def prefill(
     policy: Policy, prompts: list[list[int]], max_new_tokens: int
 ) -> "SharedPrefixCache | RepeatedPrefixCache":
-    """Computes distinct prompts. `max_new_tokens`: how many tokens `append` will add to a row."""
-    model, device, n = policy.causal_lm, policy.device, max(map(len, prompts))
+    """Computes Q distinct prompts, a row for each.
+
+    `max_new_tokens`: how many tokens `append` will add to a row.
+    """
+    model, device, n = policy.causal_lm, policy.device, max(map(len, prompts))  # n is T
     # left padding: all prompts end in the last column, where their completions begin
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    mask = torch.arange(n, device=device) >= n - lengths[:, None]  # [R, n]
+    mask = torch.arange(n, device=device) >= n - lengths[:, None]  # [Q, T]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     if policy.shares_prefixes:
         tree, kept = make_tree(prompts).to(device), dict[int, KeysAndValues]()
         decoder = model.get_decoder()
         hidden = decoder(**tree.inputs(), use_cache=False, kept=kept).last_hidden_state[0]
-        nodes = tree.nodes.gather(1, positions)  # [R, n]
+        nodes = tree.nodes.gather(1, positions)  # [Q, T]
         prompt_kv = [(look_up(nodes, k), look_up(nodes, v)) for _, (k, v) in sorted(kept.items())]
         logits = policy.to_logits(hidden[nodes[:, -1]])
         return SharedPrefixCache(model, prompt_kv, mask, logits, max_new_tokens)
@@ -73,7 +80,7 @@ class RepeatedPrefixCache:
     can_merge = False
 
     def __init__(self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor):
-        """`cache`, `mask` [R, n] int64 and `logits` [R, V] of R prompts."""
+        """`cache`, `mask` [Q, T] int64 and `logits` [Q, V] of Q prompts, a row each."""
         self.model, self.cache, self.mask, self.logits = model, cache, mask, logits
 
     def append(self, token_ids: Tensor) -> None:
@@ -92,10 +99,21 @@ class RepeatedPrefixCache:
 
 
 class SharedPrefixCache:
-    """Keys and values of P prompts, and of the tokens of R rows; each row continues one prompt.
+    """Keys and values of Q prompts, and of the tokens of U rows; each row continues one prompt.
 
-    Attention to a prompt is one matrix product for all its rows. `row_table` [P, W] lists the rows
-    of each prompt, zero-padded; `table_index` [R]: the place of each row in the flattened table.
+    Attention to a prompt is one matrix product for all its rows. For it `_by_prompt` puts the rows
+    of a prompt side by side, and `_by_row` takes them apart again. W is the largest number of rows
+    of a prompt. An example with Q = 2, U = 3 and W = 2: rows 0 and 2 continue prompt 0, row 1
+    continues prompt 1.
+
+        prompt_of      [U]       [0, 1, 0]
+        row_table      [Q, W]    [[0, 2], [1, 0]]    the rows of each prompt; padded with row 0
+        table_index    [U]       [0, 2, 1]           where in row_table.flatten() each row is
+
+        queries        [U, h, H/h, d]        for each row, those of the heads that share keys
+        _by_prompt     [Q, h, W · H/h, d]    prompt 0: queries of rows 0 and 2; prompt 1: of 1 and 0
+        @ prompt keys  [Q, h, d, T]     ->   scores [Q, h, W · H/h, T]
+        _by_row        [U, h, H/h, T]        the copy of row 0 under prompt 1 is left out
     """
 
     can_merge = True
@@ -104,14 +122,14 @@ class SharedPrefixCache:
         self, model: Any, prompt_kv: list[KeysAndValues], mask: Tensor, logits: Tensor,
         max_new_tokens: int,
     ):  # fmt: skip
-        """`prompt_kv` of each layer [P, h, n, d], `mask` [P, n] bool, `logits` [P, V]; R is P."""
+        """`prompt_kv` of each layer [Q, h, T, d], `mask` [Q, T] bool, `logits` [Q, V]; U is Q."""
         self.model, self.logits = model, logits
-        self.prompt_of = torch.arange(len(mask), device=mask.device)  # [R]
-        self.appended = torch.zeros_like(self.prompt_of)  # [R]: tokens of each row
-        self.width = 0  # of the longest row
-        self.position = mask.sum(1) - 1  # [R]
-        self.padding = None if mask.all() else ~mask[:, None, None]  # [P, 1, 1, n]
-        # [R, 1, 1, width + 1]; None: all rows are equally long
+        self.prompt_of = torch.arange(len(mask), device=mask.device)  # [U]
+        self.appended = torch.zeros_like(self.prompt_of)  # [U]: tokens of each row
+        self.width = 0  # tokens of the longest row
+        self.position = mask.sum(1) - 1  # [U]
+        self.padding = None if mask.all() else ~mask[:, None, None]  # [Q, 1, 1, T]
+        # [U, 1, 1, width + 1]; None: all rows are equally long
         self.row_padding: Tensor | None = None
         self.prompt_kv = [(k.transpose(2, 3).contiguous(), v.contiguous()) for k, v in prompt_kv]
         _, kv_heads, _, head_dim = prompt_kv[0][1].shape
@@ -123,7 +141,8 @@ class SharedPrefixCache:
         self.position = self.position + 1
         self.logits = self.model(
             input_ids=token_ids[:, None],
-            attention_mask=token_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # unused; no default
+            # `attend` uses no mask; given one of four axes, transformers does not make its own
+            attention_mask=token_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
             position_ids=self.position[:, None],
             use_cache=False,
             context=self,  # transformers passes it to prefix_sharing.attend, which calls `attend`
@@ -143,14 +162,15 @@ class SharedPrefixCache:
         self._measure()
 
     def merge(self, other: "SharedPrefixCache") -> None:
-        """Adds the rows of `other`. From then on each row has a copy of its prompt.
+        """Adds the rows of `other`, to which nothing was appended yet.
 
-        Equal prompts are rare among rows that began at different times.
+        From then on each row has a copy of its prompt (Q is U): equal prompts are rare among rows
+        that began at different times.
         """
         both, device = (self, other), self.position.device
-        self.appended = torch.cat([c.appended for c in both])  # [R]
+        self.appended = torch.cat([c.appended for c in both])  # [U]
         self.position = torch.cat([c.position for c in both])
-        lengths = self.position + 1 - self.appended  # [R], of the prompts
+        lengths = self.position + 1 - self.appended  # [U], of the prompts
         n = int(lengths.max())
         for i in range(len(self.prompt_kv)):
             keys = torch.cat([_last(c.prompt_kv[i][0][c.prompt_of], n, 3) for c in both])
@@ -188,9 +208,9 @@ class SharedPrefixCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attends from the appended tokens to their prompts and rows: [R, 1, H, d].
+        """Attends from the appended tokens to their prompts and rows: [U, 1, H, d].
 
-        `query` [R, H, 1, d]; `key` and `value` [R, h, 1, d] with h <= H (grouped queries).
+        `query` [U, H, 1, d]; `key` and `value` [U, h, 1, d].
         """
         (row_keys, row_values), now = self.row_kv[layer], self.width
         if self.row_padding is None:
@@ -201,11 +221,11 @@ class SharedPrefixCache:
             row_values[rows, :, self.appended] = value[:, :, 0]
         (num_rows, heads, _, head_dim), kv_heads = query.shape, key.shape[1]
         q = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
-        prompt_keys, prompt_values = self.prompt_kv[layer]  # [P, h, d, n], [P, h, n, d]
+        prompt_keys, prompt_values = self.prompt_kv[layer]  # [Q, h, d, T], [Q, h, T, d]
         prompt_scores = self._by_prompt(q) @ prompt_keys
         if self.padding is not None:
             prompt_scores = prompt_scores.masked_fill(self.padding, -torch.inf)
-        prompt_scores = self._by_row(prompt_scores)  # [R, h, H/h, n]
+        prompt_scores = self._by_row(prompt_scores)  # [U, h, H/h, T]
         row_scores = q @ row_keys[:, :, : now + 1].transpose(2, 3)
         if self.row_padding is not None:
             row_scores = row_scores.masked_fill(self.row_padding, -torch.inf)
@@ -230,12 +250,12 @@ class SharedPrefixCache:
         self.in_order = torch.equal(self.row_table.view(-1), rows)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
-        """[R, h, r, k] -> [P, h, W · r, k]."""
+        """[U, h, H/h, x] -> [Q, h, W · H/h, x], for any x."""
         x = x.unflatten(0, self.row_table.shape) if self.in_order else x[self.row_table]
         return x.transpose(1, 2).flatten(2, 3)
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """[P, h, W · r, k] -> [R, h, r, k]."""
+        """[Q, h, W · H/h, x] -> [U, h, H/h, x], for any x."""
         x = x.unflatten(2, (self.row_table.shape[1], -1)).transpose(1, 2).flatten(0, 1)
         return x if self.in_order else x[self.table_index]
 

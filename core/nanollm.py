@@ -1,15 +1,18 @@
-"""An evening on NanoLLM. A vLLM engine that samples from the training model's weights, no copy.
+"""An evening on NanoLLM. A vLLM engine that samples from the training model's own weights.
 
     pip install -e ".[vllm]"
     python train.py --sampler vllm
 
 core/weight_sharing.py lays out the weights once for both models, before vLLM captures CUDA graphs.
-After `optimizer.step()` vLLM reads the new weights. `sync` copies the weights that vLLM keeps in
-another form, such as experts on a CPU, and LoRA adapters into the engine's slots; adapters are
-never merged with the base weights. The KV cache is allocated only inside `with sampler:`; training
-can use its memory while the engine sleeps.
+So after `optimizer.step()` vLLM has the new weights, and nothing is sent. Two kinds are copied:
 
-vLLM has no code for bitsandbytes' format any more (vllm#39583): --quantize needs --sampler torch.
+    LoRA adapters              into the engine's slots, when `with sampler:` is entered. They are
+                               never merged with the base weights, which do not change
+    weights that vLLM keeps    by `sync`, after a step, if they are trained (--lora-rank 0); such as
+    in another form            experts on a CPU. Only then a run logs time/sync_s
+
+The KV cache is allocated only inside `with sampler:`; training can use its memory while the engine
+sleeps. --quantize needs --sampler torch: vLLM cannot read bitsandbytes' 4-bit weights.
 
 If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
 
@@ -62,7 +65,8 @@ from core.types import Completion
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 # nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
 MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
-LIMITS = ("sliding_window", "original_max_position_embeddings")  # beyond which attention changes
+# Settings of a model that are numbers of tokens; beyond them its attention computes differently
+LIMITS = ("sliding_window", "original_max_position_embeddings")
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 PLENTY = 1 << 50  # bytes; any KV cache fits
 MAX_GRAPH = 512  # requests in vLLM's largest CUDA graph by default
@@ -130,7 +134,7 @@ class NanoLLM(Sampler):
         self.random_state = random_state()  # of the engine, see `_step`
         self.awake = True
         self.weights = weight_sharing.EngineWeights(policy.causal_lm)
-        self.copies_weights = False  # some of them, after each step
+        self.copies_weights = False  # whether `sync` copies trained weights, which are not shared
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
             # vLLM computes float32 attention with Triton, whose default rounds to TF32
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
@@ -163,10 +167,12 @@ class NanoLLM(Sampler):
     def add(self, request: Request) -> None:
         """As `Sampler.add`. Raises RuntimeError outside `with sampler:`.
 
-        With Model Runner V2 a request draws with a seed of its own: its draws do not depend on what
-        else is being sampled. V1, as on vLLM's CPU build, loops over such requests for each token,
-        so there only requests that are `alone` have seeds. All others draw from one generator; the
-        first of them, when nothing is being sampled, seeds it.
+        Where a request's random numbers come from depends on vLLM's Model Runner:
+
+            V2 (dense models on GPUs)     a seed of its own
+            V1, request.alone             a seed of its own: other requests come and go beside it
+            V1, in rounds                 one generator for all, seeded by the first request of a
+                                          round. V1 is slow with seeds: it loops over their requests
         """
         if not self.awake:
             raise RuntimeError("NanoLLM samples only inside `with sampler:`")
@@ -236,10 +242,11 @@ class NanoLLM(Sampler):
         )
 
     def sync(self) -> None:
-        """Copies the weights that are not shared, if any, and sets `sync_seconds`.
+        """Copies the trained weights that are not shared, if any, and then sets `sync_seconds`.
 
-        Inside `with sampler:` also does what entering does: copies the LoRA adapters, if any, and
-        drops the prefix cache of the old weights. Outside, their memory may have been freed.
+        Outside `with sampler:`, where train.py calls it, no LoRA adapter is copied, as the memory
+        of the KV cache was freed: entering does that. Inside it does what entering does: copies the
+        adapters and drops the prefix cache of the old weights.
         """
         if self.copies_weights:
             started = perf_counter()
@@ -251,13 +258,14 @@ class NanoLLM(Sampler):
             self._sync_cache()
 
     def _sync_cache(self) -> None:
+        """Copies the LoRA adapters, if any, and drops what the old weights left in the cache."""
         if self.slots:
             weight_sharing.copy_adapters(self.slots)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: a completion is still being sampled")
 
     def __enter__(self) -> "NanoLLM":
-        """Allocates the KV cache."""
+        """Allocates the KV cache, and copies the LoRA adapters."""
         if self.policy.device.type == "cuda":
             free_cached_memory()  # vLLM allocates outside of PyTorch's cached memory
             self.engine.wake_up()
@@ -298,6 +306,16 @@ class NanoLLM(Sampler):
         free_cached_memory()
 
     def _start(self, memory_arguments: dict[str, Any], eager: bool) -> None:
+        """Starts the engine on the shared weights, with what we change in vLLM while it starts.
+
+        `use_memory_pool`: vLLM's memory pool gets the KV cache only. Otherwise all tensors that
+        vLLM allocates for its model are in it: sleep(level=1) would free them, and the shutdown,
+        which frees the pool before the buffers of the model, would crash.
+        `get_kv_cache_configs`: the KV cache gets what `_cache_bytes` says. Otherwise it takes all
+        free memory, which takes a GPU longer to map at every wake-up.
+        `add_dummy_lora`: gives the engine slots for adapters that it reads from no file.
+        `undecorated`: keeps the class of the trainer's model usable (core/weight_sharing.py).
+        """
         from vllm.device_allocator.cumem import CuMemAllocator
         from vllm.lora.request import LoRARequest
         from vllm.usage.usage_lib import UsageContext
@@ -322,12 +340,11 @@ class NanoLLM(Sampler):
         def configs_that_fit(
             vllm_config: Any, specs: list[dict[str, Any]], available: list[int], *groups: Any
         ) -> Any:
+            # a plan for PLENTY bytes, to learn from it what a sequence needs; then the real one
             [plenty] = get_kv_cache_configs(vllm_config, specs, [PLENTY], *groups)
             num_bytes = _cache_bytes(policy, vllm_config, plenty, available[0], self.num_rollouts)
             return get_kv_cache_configs(vllm_config, specs, [num_bytes], *groups)
 
-        # sleep(level=1) frees all tensors in vLLM's memory pool, and its shutdown frees the pool
-        # before the buffers of its model, which crashes if they are in there
         with (
             patch.object(CuMemAllocator, "use_memory_pool", pool_of_cache),
             patch.object(core_module, "get_kv_cache_configs", configs_that_fit),
@@ -339,7 +356,7 @@ class NanoLLM(Sampler):
         weight_sharing.check_bound(engine_model, self.weights.shared)
         if policy.lora_rank:
             request = self.lora_request = LoRARequest("policy", 1, "a folder that is not read")
-            # zeros, for which vLLM reads no files; `sync` writes into its slots
+            # adapters of zeros, for which vLLM reads no files; `_sync_cache` writes into the slots
             self.engine.collective_rpc(
                 lambda worker: worker.model_runner.lora_manager.add_dummy_lora(request, rank=1)
             )

@@ -1,15 +1,23 @@
 """An evening on sampling, 2 of 3. `add` takes requests, `step` samples on, as in vLLM's engine.
 
-`TorchSampler` samples in plain PyTorch. One step is one token of every completion of its batch:
-`_admit` those that wait, `_draw`, `_end` those that are complete, `_regroup` the rest. What happens
-when memory runs out is in `_begin_again_with_half`. The cache makes the forward passes
-(core/kv_cache.py). It computes each distinct prefix once: completions that are equal so far share a
-row, until their draws differ.
+`TorchSampler` samples in plain PyTorch. Its batch is C completions, and one step samples one token
+of each, in four parts, each a method:
 
-    cache = prefill(policy, prompts, max_new_tokens)     a row for each of R distinct prompts
-    cache.logits [R, V]                                  of the next token of each row
+    _admit      requests that wait join the batch; their prompts are computed
+    _draw       draws the next token of each completion
+    _end        completions that are complete leave the batch
+    _regroup    computes the drawn tokens, and with them the logits for the next step
+
+The cache makes the forward passes (core/kv_cache.py). It has a row for each of U distinct prefixes
+(a prompt and the tokens sampled after it): completions that are equal so far share a row, until
+their draws differ. V is the vocabulary.
+
+    cache = prefill(policy, prompts, max_new_tokens)     a row for each distinct prompt
+    cache.logits [U, V]                                  of the next token of each row
     cache.select(rows)                                   drops, copies and reorders rows
-    cache.append(token_ids [R])                          computes one more token in each row
+    cache.append(token_ids [U])                          computes one more token in each row
+
+If memory runs out, half of the batch begins again (`_begin_again_with_half`).
 
 Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p;
 at temperature 0, which draws nothing, those of temperature 1.
@@ -59,7 +67,9 @@ class Request:
     sampler: Any = None  # whom the loop in core/episodes.py asks
     max_tokens: int = 0  # its own limit, at most that of `params`; 0: that one
     matcher: Any = None  # allows some tokens only: core/extras/constrain.py
-    alone: bool = False  # vLLM: its draws must not depend on what else is being sampled
+    # the episodes do not move in rounds, so other requests are sampled beside it at other times:
+    # its draws must not depend on them. Only vLLM has to know; see NanoLLM.add
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.max_tokens = min(self.max_tokens or self.params.max_tokens, self.params.max_tokens)
@@ -153,7 +163,8 @@ class TorchSampler(Sampler):
         self.batch: list[_Partial] = []
         self.cache: Any = None  # keys and values of the batch, and the logits of its next tokens
         self.ended: list[tuple[Request, Completion]] = []
-        self.masks: dict[bytes, bytes] = {}  # of the batch, so that equal ones are one object
+        # of the batch, each its own value: keeps one object where masks are equal, to save memory
+        self.masks: dict[bytes, bytes] = {}
 
     def ahead(self, policy: Policy) -> Sampler:
         other = TorchSampler(policy, self.draw_function)
@@ -179,7 +190,7 @@ class TorchSampler(Sampler):
 
     @torch.inference_mode()
     def _sample_tokens(self) -> None:
-        """Samples one token of each of the C completions in the batch. R: rows, V: vocabulary."""
+        """Samples one token of each of the C completions in the batch."""
         self._admit()
         if self.batch:
             self._end(*self._draw())
@@ -220,7 +231,7 @@ class TorchSampler(Sampler):
         allowed: list[bytes | None] = []  # the masks of the tokens that may come next; None: all
         for partial in self.batch:
             mask = partial.matcher and partial.matcher.compute_bitmask()
-            allowed.append(mask and self.masks.setdefault(mask, mask))
+            allowed.append(mask and self.masks.setdefault(mask, mask))  # the equal one, if any
         logits = self.cache.logits[rows]
         if any(allowed):
             logits = only_kept(logits, allowed, -torch.inf)
@@ -260,10 +271,11 @@ class TorchSampler(Sampler):
 
     def _regroup(self) -> None:
         """The next rows are the distinct pairs of a row and the token after it; computes these."""
-        next_row: dict[tuple[int, int], int] = {}
+        next_row: dict[tuple[int, int], int] = {}  # (row now, token) -> row in the next step
         for partial in self.batch:
             pair = partial.row, partial.token_ids[-1]
             partial.row = next_row.setdefault(pair, len(next_row))
+        # the pairs, [U, 2], as two vectors [U]: the row that each continues, and the token
         before, token_ids = torch.tensor(list(next_row), device=self.policy.device).T
         if before.tolist() != list(range(len(self.cache.logits))):
             self.cache.select(before)
@@ -333,7 +345,7 @@ def to_completion(
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
-    """Returns uniform numbers in [0, 1), float64 [R, steps] on the CPU: one row per stream.
+    """Returns uniform numbers in [0, 1), float64 [C, steps] on the CPU: one row per stream.
 
     >>> a, b = uniforms(0, [3, 4], steps=2), uniforms(0, [4], steps=2)
     >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
@@ -346,9 +358,9 @@ def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws token ids [R] int64 from logits [R, V]; returns also their log-probs [R], nats.
+    """Draws token ids [C] int64 from logits [C, V]; returns also their log-probs [C], nats.
 
-    Inverse transform sampling: `uniform` [R] float64 in [0, 1), on the CPU, selects the first token
+    Inverse transform sampling: `uniform` [C] float64 in [0, 1), on the CPU, selects the first token
     whose cumulative probability exceeds it. Each row has a number of its own, so its draws do not
     depend on the other rows, as those of torch.multinomial would. Float32 would be too coarse for a
     large vocabulary: of 151,936 tokens with logits of standard deviation 2, it never draws over
@@ -363,7 +375,7 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
         return token_ids, logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     logits = keep_likely(logits / params.temperature, params)
     all_logprobs = logits.log_softmax(-1)
-    cumulative = _cumulative(all_logprobs)  # [R, V]
+    cumulative = _cumulative(all_logprobs)  # [C, V]
     total = cumulative[:, -1:]  # 1 up to rounding
     # so that no rounding selects a token of probability 0
     below_total = torch.nextafter(total, torch.zeros_like(total))
@@ -374,7 +386,7 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
 
 
 def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`logits` [R, V] with -inf for the tokens that top-k or top-p drop."""
+    """`logits` [C, V] with -inf for the tokens that top-k or top-p drop."""
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -388,6 +400,6 @@ def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _cumulative(logprobs: Tensor) -> Tensor:
-    """Cumulative probabilities, float64 [R, V]; on the CPU if the device has no float64 (MPS)."""
+    """Cumulative probabilities, float64 [C, V]; on the CPU if the device has no float64 (MPS)."""
     probs = logprobs.exp()
     return (probs.cpu() if probs.device.type == "mps" else probs).cumsum(-1, dtype=torch.float64)

@@ -1,5 +1,8 @@
 """Every derived random seed of a run: numpy's SeedSequence of the run's seed and a purpose.
 
+A purpose is one of the numbers below. Update, step or stream follow it, so that each draw of a run
+has a seed of its own that depends on no other draw:
+
 >>> derive_seed(0, TASKS, 1) == derive_seed(0, TASKS, 1)
 True
 >>> len({derive_seed(seed, stream, 1) for seed in range(100) for stream in (TASKS, SAMPLING)})

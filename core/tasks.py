@@ -1,7 +1,8 @@
 """The tasks of each update: drawn from the seed and the update's number, without other state.
 
-A task is an environment and a seed. The G rollouts of a task share both, so they share their
-opening prompt and can be compared with each other.
+A task is an environment with a seed. The G rollouts of a task share both, so they share their
+opening prompt and can be compared with each other. P tasks of an update are a list of P·G `Task`s,
+one for each episode to play.
 """
 
 import random
@@ -23,7 +24,7 @@ DIFFICULTIES = "difficulty level depth n_hops length".split()
 
 @dataclass(frozen=True)
 class Task:
-    """One episode: its environment, the seed that decides it, and its group."""
+    """The task of one episode: its environment and its seed, and the group of the episode."""
 
     env: EnvSpec
     seed: int
@@ -42,9 +43,9 @@ def train_tasks(
     group_size: int,
     attempt: int = 0,
 ) -> list[Task]:
-    """The P·G tasks of an update, group by group; environments take turns.
+    """The P tasks of an update, each G times in a row: [P·G]. Environments take turns.
 
-    A higher `attempt` draws other tasks for the same update.
+    P is `num_prompts`, G `group_size`. A higher `attempt` draws other tasks for the same update.
     """
     rng = random.Random(derive_seed(seed, TASKS, update, attempt))
     tasks = []
@@ -57,7 +58,8 @@ def train_tasks(
 def demo_tasks(
     envs: list[EnvSpec], seed: int, step: int, batch_size: int, hasty: float
 ) -> list[Task]:
-    """The demonstrations of a warm-start step; each is a hasty guess with probability `hasty`.
+    """The tasks of a warm-start step, one demonstration each; it is a hasty guess with probability
+    `hasty`.
 
     Environments take turns.
     """
@@ -70,7 +72,7 @@ def demo_tasks(
 
 
 def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:
-    """The held-out tasks, `num_tasks` of each environment; every evaluation has the same.
+    """The held-out tasks, `num_tasks` of each environment, once each; the same in all evaluations.
 
     Fewer where the data of the environment has fewer rows: further seeds would repeat them.
     """

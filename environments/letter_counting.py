@@ -4,22 +4,26 @@ The training loop calls two methods of an environment: `reset` gives the task
 as a message, `step` reads the policy's response and gives the reward.
 
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
-right every time. letter_words.py draws the words; a higher `difficulty` has longer ones, and more
-letters to count. Training, demonstrations and evaluation have separate ranges of seeds (base.py);
-one word in eight occurs under evaluation seeds only. At difficulty 1 the answers 0, 1, 2 and 3 are
-equally frequent, so a constant answer is right on a quarter.
+right every time. Training, demonstrations and evaluation have separate ranges of seeds; one word in
+eight occurs under evaluation seeds only. At difficulty 1, the default, the answers 0, 1, 2 and 3
+are equally frequent, so a constant answer is right on a quarter.
 
 Observation: one user message, for example
 
     How many r in "strawberry"? Work it out, then end with <answer>number</answer>.
 
-Reward of the one response. The answer is a JSON object, or, if one letter is asked, an integer:
+Reward of the one response:
 
-    0                           not exactly one <answer>..</answer> with such an answer
-    0.1                         well-formed, but wrong
-    0.1 + 0.9 · fraction        several letters: the fraction of exact counts; less than 1 if there
-                                is a letter that was not asked for
-    1.0                         all counts are exact; only then `info["correct"]` is True
+    0       not exactly one <answer>..</answer>, or something else in it than a number
+    0.1     well-formed, but wrong
+    1.0     right; only then `info["correct"]` is True
+
+From difficulty 2 on, words are longer, and a question may ask for several letters. Its answer is a
+JSON object with a count for each letter, and the reward 0.1 + 0.9 · the fraction of exact counts;
+with a letter that was not asked for it is less than 1. For one letter an object is accepted, too.
+
+Imported: `Env` and `Step` are the interface (base.py); `draw_question` draws a word and letters
+(letter_words.py); `user` makes a message of the role user (parsing.py).
 
 >>> env = LetterCounting(difficulty=1)
 >>> env.reset(seed=62)[0]["content"]
@@ -46,7 +50,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class LetterCounting(Env):
     """One question, one response. `difficulty`: 1 to 10."""
 
-    # what the log says about the metric info/worked
+    # what the screen and the report call the mean of info["worked"], the metric info/worked
     meanings: Mapping[str, str] = {"worked": "fraction that spell the word"}
 
     def __init__(self, difficulty: int = 1):
@@ -86,7 +90,7 @@ class LetterCounting(Env):
         return f"{' '.join(spelled)} {_answer(self.counts)}"
 
     def trivial(self) -> str:
-        """Always answers 1."""
+        """Always answers 1; evaluations show its accuracy beside the policy's."""
         return _answer(dict.fromkeys(self.counts, 1))
 
 
@@ -100,7 +104,6 @@ def score(response: str, counts: dict[str, int]) -> float:
     >>> score("<answer>3</answer> or <answer>4</answer>", {"r": 3})
     0.0
     """
-    # Count the tags first: with many openings the regular expression takes quadratic time.
     if response.count("<answer>") != 1 or response.count("</answer>") != 1:
         return 0.0
     match = ANSWER.search(response)
@@ -108,13 +111,13 @@ def score(response: str, counts: dict[str, int]) -> float:
         return 0.0
     try:
         answer = json.loads(match[1])
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return 0.0
     if len(counts) == 1 and type(answer) is int:
         answer = dict.fromkeys(counts, answer)
     if not isinstance(answer, dict):
         return 0.0
-    # `type is int`, because in Python True == 1 and 3.0 == 3
+    # `type is int`: a count is neither true nor 3.0
     exact = sum(type(answer.get(k)) is int and answer[k] == n for k, n in counts.items())
     if set(answer) - set(counts):
         exact = min(exact, len(counts) - 1)  # an extra letter makes the answer wrong

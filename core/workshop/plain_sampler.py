@@ -1,8 +1,8 @@
 """An evening on sampling, 1 of 3. One completion after another, and no cache.
 
 For each token the model reads the whole text again. `TorchSampler` (core/sampler.py) draws the same
-tokens: there, all completions get their next token in one step, what attention needs of the tokens
-before, their keys and values, is kept (core/kv_cache.py), and common beginnings are computed once.
+tokens faster: all completions get their next token in one step; a cache keeps what attention needs
+of the tokens before, their keys and values (core/kv_cache.py); common beginnings are computed once.
 
     sampler = PlainSampler(policy)
     sampler.sample(prompts, SamplingParams(max_tokens=64, seed=0))     a Completion for each prompt
@@ -33,14 +33,16 @@ class PlainSampler(Sampler):
     def step(self) -> list[tuple[Request, Completion]]:
         request = self.waiting.pop(0)
         limit = completion_limit(self.policy, request)
-        # request.stream is the prompt's place in the list. One number in [0, 1) for each token that
-        # may come; it decides which token is drawn
+        # One number in [0, 1) for each token that may come decides which token is drawn; seed and
+        # stream decide the numbers. The stream is the prompt's place in the list for `sample`, and
+        # in training the number of the episode · 1000 + that of the agent (core/episodes.py)
         numbers = uniforms(request.seed, [request.stream], limit)  # [1, limit]
         token_ids: list[int] = []
         logprobs: list[float] = []
         while len(token_ids) < limit and not (token_ids and token_ids[-1] in self.policy.stop_ids):
             text = torch.tensor([request.prompt + token_ids], device=self.policy.device)  # [1, T]
-            logits = self.policy.causal_lm(text).logits[:, -1]  # [1, V], of the next token
+            # [1, V], of the next token; causal_lm: the model of transformers, LoRA included
+            logits = self.policy.causal_lm(text).logits[:, -1]
             token, logprob = draw(logits, request.params, numbers[:, len(token_ids)])  # [1] each
             token_ids.append(int(token))
             logprobs.append(float(logprob))
