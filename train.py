@@ -1,4 +1,4 @@
-"""The afternoon, 3 of 6. Train a language model with reinforcement learning: the whole loop.
+"""The afternoon, 3 of 8. Train a language model with reinforcement learning: the whole loop.
 
     python train.py                      # GRPO: a tiny model learns to count letters, on a laptop
     python train.py --algo ppo           # the same with PPO
@@ -30,7 +30,7 @@ sequences of T tokens, prompts included. A sequence is a rollout, or a part of o
 environment changed the context between turns. Of the n tokens that were sampled in them, the loss
 sees vectors [n], such as `tokens.logprobs`.
 
-Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share.
+Each process of torchrun is a rank. All ranks have all rollouts; each trains on its share.
 
 From elsewhere: algorithms/tokens.py lists what is known of a token; core/loop/play.py samples,
 core/batching.py makes tokens and micro-batches, core/scoring.py the log-probs,
@@ -60,7 +60,7 @@ from core import distributed, selection, tasks
 from core.batching import (
     Batch,
     MicroBatch,
-    Step,
+    Minibatch,
     add_advantages,
     micro_batches,
     minibatches,
@@ -83,14 +83,16 @@ def main(cfg: Config) -> int:
         cfg, algorithm = run.cfg, run.algorithm  # compute_advantages, compute_loss
         begin(run)  # supervised steps on demonstrations, if any; the reference of --kl-coef
         # evaluates before update 1; yields 1, 2, .. up to --num-updates or --max-sampled-tokens,
-        # and sums for the metrics of each update
+        # and an empty record of each update's gradient steps
         for update, stats in run.updates():
-            # 1. Sample G rollouts for each of P tasks; the environment rewards each turn
+            # 1. Sample G rollouts for each of P tasks; the environment rewards each turn. Those
+            #    whose environment failed are not trained on
             sampled, rollouts = play(run, update)  # all, and those to train on
             batch = to_tokens(rollouts)  # what is known of their S sampled tokens: vectors [S]
 
-            # 2. The policy scores the sampled tokens: π_old, and PPO's values. The default, GRPO
-            #    with one step, skips this. With --kl-coef the reference scores them, too
+            # 2. The policy scores the sampled tokens: π_old, and PPO's values. With a single step
+            #    π_old is π, so the default does nothing here. With --kl-coef the reference scores
+            #    them, too
             score(run, batch)
 
             # 3. Rewards to batch.advantages [S], and what else compute_loss needs
@@ -106,11 +108,13 @@ def main(cfg: Config) -> int:
                 )
                 for micro in micro_batches(run.policy, batch, step.rollouts):
                     tokens = forward(run, batch, micro)  # [n]: log-probs now, and all of the above
-                    loss, sums = algorithm.compute_loss(tokens, cfg.options)
+                    loss, metrics = algorithm.compute_loss(tokens, cfg.options)
                     loss = loss + regularizers(run, tokens)  # of --kl-coef and --entropy-coef
+                    # adds to the gradients of the weights; skips the model where no token has a
+                    # gradient, as in groups whose rollouts earned the same
                     run.optimizer.backward(loss, tokens.outputs)
-                    stats.add(tokens, loss, sums)  # sums: of metrics, over tokens
-                if not take_step(run, stats, step):
+                    stats.add(tokens, loss, metrics)
+                if not take_step(run, batch, stats, step):
                     break  # the policy has moved further than --ppo.target-kl
 
             # 5. The sampler gets the new weights: nothing to send if it shares them
@@ -118,7 +122,7 @@ def main(cfg: Config) -> int:
 
             # 6. Metrics, evaluation, log, checkpoint
             run.finish_update(update, sampled, batch, stats)
-        return 1 if run.stopped else 0  # by --stop-on, or without a finite gradient in 20 updates
+        return 1 if run.stopped else 0  # by --stop-on, or 20 updates in a row without a step
 
 
 def begin(run: Run) -> None:
@@ -161,8 +165,10 @@ def warm_start(cfg: Config, run: Run) -> None:
 
 
 def score(run: Run, batch: Batch) -> None:
-    """Sets π_old and PPO's values where they are needed before the first step, and π_ref."""
-    batch.old_logprobs = torch.zeros(len(batch))  # of the only step: `forward` fills them in
+    """Sets π_old and PPO's values where they are needed before the first step, and π_ref.
+
+    They are with several steps, with PPO, and where the advantages depend on π_old.
+    """
     if run.scores_first:
         found = score_tokens(run.policy, batch, run.cfg.temperature)
         batch.add({f"old_{name}": x for name, x in found.items()})
@@ -180,10 +186,10 @@ def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:
     cfg = run.cfg
     outputs = predict(run.policy, micro, cfg.temperature, cfg.entropy_coef > 0, run.read_out)
     if not run.scores_first:  # the only step: π is still π_old
-        batch.old_logprobs[micro.numbers] = outputs["logprobs"].detach().cpu()
+        batch.write("old_logprobs", micro.numbers, outputs["logprobs"].detach())
     tokens = batch[micro.numbers].to(run.policy.device)
     tokens.add(outputs)
-    tokens.outputs = [*outputs.values()]  # where the gradient of the loss enters the model
+    tokens.outputs = [*outputs.values()]  # through these the gradient reaches the model
     tokens.sampler_ratio = off_policy.sampler_ratio(tokens, cfg.tis_level)
     tokens.importance_weights = off_policy.importance_weights(
         tokens.sampler_ratio, cfg.tis_cap, cfg.tis_mode
@@ -199,6 +205,8 @@ def regularizers(run: Run, tokens: Tokens) -> Tensor:
     gradient, these terms keep theirs.
     """
     cfg, added = run.cfg, torch.zeros((), device=run.policy.device)
+    if not cfg.entropy_coef and not run.reference:
+        return added
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()  # [n]
     weights = tokens.token_weights * tokens.importance_weights
     if cfg.entropy_coef:
@@ -210,7 +218,7 @@ def regularizers(run: Run, tokens: Tokens) -> Tensor:
     return added
 
 
-def take_step(run: Run, stats: UpdateStats, step: Step) -> bool:
+def take_step(run: Run, batch: Batch, stats: UpdateStats, step: Minibatch) -> bool:
     """AdamW's step on the gradients of one minibatch, summed over all ranks; then they are dropped.
 
     There is no weight decay. The norm of the gradient is clipped to --max-grad-norm; a gradient of
@@ -221,13 +229,15 @@ def take_step(run: Run, stats: UpdateStats, step: Step) -> bool:
     cfg = run.cfg
     run.optimizer.sum_gradients()
     stats.end_minibatch(step.epoch)
+    if not run.scores_first:
+        batch.sum_over_ranks("old_logprobs")
     if 0 < cfg.options.target_kl < stats.approx_kl:  # the KL of this minibatch
         run.optimizer.zero_grad()
         return False
     stats.grad_norm, stepped = run.optimizer.clip_and_step(
         cfg.max_grad_norm,
         finite_loss=math.isfinite(stats.loss),
-        only_value_head=run.next_update <= cfg.options.value_warmup,  # 0: --ppo.value-warmup
+        only_value_head=run.next_update <= cfg.options.value_warmup,  # of PPO; else 0
     )
     stats.num_steps += stepped
     return True

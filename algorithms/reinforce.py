@@ -1,4 +1,4 @@
-"""The afternoon, 5 of 6. REINFORCE: make rollouts with a high return likelier, others less likely.
+"""The afternoon, 7 of 8. REINFORCE: make rollouts with a high return likelier, others less likely.
 
     ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 
@@ -95,5 +95,5 @@ def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, fl
     ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()  # [n]
     factor = tokens.importance_weights * ratio * tokens.advantages
     loss = -(tokens.token_weights * factor * tokens.logprobs).sum()
-    # no clip: bounds that no ratio reaches
+    # nothing is clipped, so no token counts as clipped
     return loss, surrogate_metrics(tokens, ratio, 1.0, float("inf"))

@@ -1,9 +1,9 @@
-"""The afternoon, 4 of 6. What the algorithms share: tokens, turns, token weights.
+"""The afternoon, 5 of 8. What the algorithms share: tokens, turns, token weights.
 
 Every token that was sampled in an update has a number, 0 to S-1, rollout after rollout. What is
 known of the tokens are vectors [S] in the order of these numbers; a micro-batch is a choice of n
-numbers, and its formulas see vectors [n]. There is no padding, so nothing is masked. What several
-tokens have in common is a vector of integers, such as `rollout`: `group_sum` adds up over it.
+numbers, and its formulas see vectors [n], without padding. What several tokens have in common is a
+vector of integers, such as `rollout`: `group_sum` adds up over it.
 
 Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
 weights are computed once per gradient step, so the gradients of micro-batches add up to the
@@ -38,11 +38,12 @@ class Tokens:
     group: Tensor  # int64: the rollouts of one task
     sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
     sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats
-    # before the first gradient step, where something reads them: how likely it is
+    # how likely it is before the first gradient step; known by then where something reads it
+    # (core/algorithm.py's NEEDS), otherwise found in the forward pass of the only step
     old_logprobs: Tensor  # for the policy
     old_values: Tensor  # the value head's estimate (PPO)
     ref_logprobs: Tensor  # for the reference of --kl-coef
-    # from the settings: what it earned
+    # from shape_rewards: what it earned
     turn: Tensor  # int64: the number of its turn in the rollout; --credit episode: 0
     rewards: Tensor  # a turn's, at its last token; --kl-in reward: minus the KL at every token
     discounts: Tensor  # float64: γ at the last token of a turn, else 1
@@ -78,7 +79,7 @@ class Tokens:
         """All vectors by name."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
-    def __getitem__(self, numbers: Tensor) -> "Tokens":
+    def __getitem__(self, numbers: Tensor | slice) -> "Tokens":
         """The tokens with these numbers [n]."""
         return Tokens(**{name: x[numbers] for name, x in self.vectors().items()})
 
@@ -191,7 +192,7 @@ def token_weights(
 ) -> Tensor:
     """Weight of each token's term in the loss of one step; the loss is the weighted sum.
 
-        token       1 / all tokens: every token counts the same     DAPO in verl and TRL (grpo.py)
+        token       1 / tokens in the loss: all count the same      DAPO in verl and TRL (grpo.py)
         sequence    1 / (rollouts · tokens of its rollout)           GRPO, arXiv:2402.03300
         prompt      1 / (groups · tokens of its group in the step)   ScaleRL, arXiv:2510.13786
         constant    1 / (rollouts · max_tokens)                      Dr. GRPO, arXiv:2503.20783
@@ -200,7 +201,7 @@ def token_weights(
     rollout weighs less, so a long wrong answer is pushed down less per token. With `constant` the
     weight does not depend on the rollout's length; `max_tokens` is the limit of one completion, so
     a rollout of several turns can weigh more than 1 / rollouts.
-    Rollouts and groups of which no token is in the loss are counted, too.
+    Rollouts and groups of which no token is in the loss are counted, too, but not by `token`.
 
     Returns [S] of the default dtype, 0 for the tokens of other rollouts and those out of the loss.
 
@@ -217,7 +218,9 @@ def token_weights(
     if aggregation == "prompt":
         groups = len(tokens.group[in_step].unique())
         return one / group_sum(one, tokens.group).clamp(min=1) / max(1, groups)
-    return one / (len(rollouts) * max_tokens)
+    if aggregation == "constant":
+        return one / (len(rollouts) * max_tokens)
+    raise ValueError(f"no such aggregation: {aggregation}")
 
 
 def normalize(x: Tensor, in_loss: Tensor, eps: float = 1e-4) -> Tensor:

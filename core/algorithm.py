@@ -145,16 +145,24 @@ def _checked(algo: str, part: str, function: Callable[..., Any]) -> Callable[...
                 raise
             raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
         if part == "compute_loss":
-            loss, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-            if getattr(loss, "shape", None) != () or not isinstance(sums, dict):
-                shape = [*getattr(loss, "shape", [type(loss).__name__])]
-                raise UsageError(
-                    f"--algo {algo}: compute_loss must return (loss, metrics), a tensor of shape "
-                    f"[] and a dict; its loss has the shape {shape}"
-                )
+            is_pair = isinstance(found, tuple) and len(found) == 2
+            loss, metrics = found if is_pair else (found, None)
+            wrong = "" if isinstance(metrics, dict) else "; there is no dict"
+            if getattr(loss, "shape", None) != ():
+                wrong = f"; its loss is {_describe(loss)}"
+            for name, x in (metrics or {}).items():
+                if not isinstance(x, int | float) and getattr(x, "shape", None) != ():
+                    wrong = f"; the metric {name} is {_describe(x)}, not a number"
+            if wrong:
+                raise UsageError(f"--algo {algo}: compute_loss must return (loss, metrics): a "
+                                 f"tensor of shape [] and a dict of numbers{wrong}")  # fmt: skip
         return found
 
     return call
+
+
+def _describe(x: Any) -> str:
+    return f"of shape {[*x.shape]}" if hasattr(x, "shape") else f"of type {type(x).__name__}"
 
 
 def needs_of(algo: str, options: LoopOptions) -> set[str]:

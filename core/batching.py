@@ -92,6 +92,18 @@ class Batch(Tokens):
         super().__init__(**vectors)
         self.rollouts, self.sequences, self.numbers_to_log = rollouts, sequences, {}
 
+    def write(self, name: str, numbers: Tensor, values: Tensor) -> None:
+        """Sets a vector at the tokens with these numbers; where nothing was written it is 0."""
+        vars(self).setdefault(name, torch.zeros(len(self)))[numbers] = values.cpu()
+
+    def sum_over_ranks(self, name: str) -> None:
+        """Completes a vector: each rank has written the tokens of its own sequences."""
+        distributed.all_reduce_sum([vars(self).setdefault(name, torch.zeros(len(self)))])
+
+
+# vectors that the loop computes; `compute_advantages` has names of its own for others
+RESERVED = {*Tokens.__annotations__, *Batch.__annotations__} - {"advantages", "value_targets"}
+
 
 @dataclass(kw_only=True)
 class MicroBatch:
@@ -109,8 +121,8 @@ class MicroBatch:
 
 
 @dataclass
-class Step:
-    """A gradient step: its epoch, and the rollouts to train on."""
+class Minibatch:
+    """What one gradient step trains on: rollouts, by their place in the batch."""
 
     epoch: int
     rollouts: list[int]
@@ -190,11 +202,12 @@ def shape_rewards(cfg: Config, batch: Batch) -> None:
     if cfg.kl_in == "reward" and "ref_logprobs" in batch:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
         rewards = rewards - cfg.kl_coef * kl
-    by_turn = cfg.credit == "turn"
-    batch.rewards = rewards if by_turn else rewards * cfg.gamma**batch.env_turn
-    batch.turn = batch.env_turn * by_turn
-    ends_turn = (batch.completion_lengths > 0) & by_turn
-    batch.discounts = torch.ones(len(batch), dtype=torch.float64).masked_fill(ends_turn, cfg.gamma)
+    batch.discounts = torch.ones(len(batch), dtype=torch.float64)
+    if cfg.credit == "turn":
+        batch.rewards, batch.turn = rewards, batch.env_turn
+        batch.discounts[batch.completion_lengths > 0] = cfg.gamma
+    else:
+        batch.rewards, batch.turn = rewards * cfg.gamma**batch.env_turn, batch.env_turn * 0
     batch.reward_parts = cfg.reward_coef * batch.env_reward_parts
 
 
@@ -208,12 +221,15 @@ def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> N
         raise UsageError("compute_advantages must return the advantages, a tensor [S], or a "
                          'dict {"advantages": .., ..}')  # fmt: skip
     for name, value in found.items():
-        if not isinstance(value, Tensor) or not value.dim():
+        if name in RESERVED:
+            raise UsageError(f"compute_advantages: {name} is a vector of the loop: rename yours")
+        if name != "advantages" and getattr(value, "shape", type(value)) in ((), int, float):
             batch.numbers_to_log[name] = float(value)
-        elif value.shape != batch.rollout.shape:
+        elif not isinstance(value, Tensor) or value.shape != batch.rollout.shape:
+            shape = [*getattr(value, "shape", [type(value).__name__])]
             raise UsageError(
-                f"compute_advantages: {name} has the shape {[*value.shape]}, not [{len(batch)}], "
-                "one for each sampled token (algorithms/README.md)"
+                f"compute_advantages: {name} has the shape {shape}, not [{len(batch)}], a tensor "
+                "with a number for each sampled token (algorithms/README.md)"
             )
         else:
             batch.add({name: value})
@@ -227,11 +243,11 @@ def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> Batch:
     return to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
 
 
-def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[Step]:
+def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[Minibatch]:
     """The gradient steps of an update; an epoch splits all rollouts at random.
 
     >>> list(minibatches(Config(num_epochs=2), 4, update=1))
-    [Step(epoch=0, rollouts=[0, 1, 2, 3]), Step(epoch=1, rollouts=[0, 1, 2, 3])]
+    [Minibatch(epoch=0, rollouts=[0, 1, 2, 3]), Minibatch(epoch=1, rollouts=[0, 1, 2, 3])]
     """
     rng = random.Random(derive_seed(cfg.seed, MINIBATCHES, update))
     count = min(cfg.num_minibatches, num_rollouts)
@@ -241,7 +257,7 @@ def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[Step]:
         if count > 1:
             rng.shuffle(rollouts)
         for start, end in itertools.pairwise(edges):
-            yield Step(epoch, sorted(rollouts[start:end]))
+            yield Minibatch(epoch, sorted(rollouts[start:end]))
 
 
 def micro_batches(
@@ -250,7 +266,8 @@ def micro_batches(
     """This rank's micro-batches of these rollouts (None: all).
 
     Each has at most `policy.micro_batch_tokens` tokens to compute; a longer sequence has a
-    micro-batch of its own. Rollouts without an advantage have theirs, which need no backward pass.
+    micro-batch of its own. Rollouts without an advantage get micro-batches of
+    their own, which by default need no backward pass.
     """
     chosen = set(range(len(batch.rollouts)) if rollouts is None else rollouts)
     step = [sequence for sequence in batch.sequences if sequence.rollout in chosen]

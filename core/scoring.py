@@ -1,4 +1,4 @@
-"""How likely are the sampled tokens? From a micro-batch to log-probs, entropies and values.
+"""The afternoon, 6 of 8. How likely is each sampled token? Its log-prob, and a value before it.
 
     hidden states [U, D]  --read_out-->  logprobs, entropy, values [n], by name
 

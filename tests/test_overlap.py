@@ -109,10 +109,10 @@ def test_ctrl_c_in_an_update_saves_and_the_resumed_run_goes_on_exactly(command, 
     assert command(*SMALL, "--overlap", "--run-name", "a")[0] == 0
     step = train.take_step
 
-    def interrupted(run, stats, gradient_step):
+    def interrupted(run, *rest):
         if run.next_update == 2:  # while the episodes of update 3 are played
             signal.raise_signal(signal.SIGINT)
-        return step(run, stats, gradient_step)
+        return step(run, *rest)
 
     monkeypatch.setattr(train, "take_step", interrupted)
     code, out, _ = command(*SMALL, "--overlap", "--run-name", "b")

@@ -36,6 +36,7 @@ class Options(LoopOptions):
     limit: int | None = None
     on: bool = True
 """
+LOSS = "def compute_loss(tokens, options): return "
 LAST = "return advantages[turns.of_token]  # [S]: of each sampled token"
 WITH_METRIC = """return {"advantages": advantages[turns.of_token], "mine/best": advantages.mean()}
 
@@ -81,15 +82,41 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
         (MINE + "def compute_loss(logprobs, micro, options): ...", "compute_loss takes (to"),
         (MINE.replace("turns_of(tokens)", "tokens.turn_ids"), "turn_ids is not known of these tok"),
         (MINE.replace("[turns.of_token]", "[:, None]"), "advantages has the shape [8, 1], not ["),
-        (MINE + "def compute_loss(tokens, options): return tokens.logprobs, {}", "has the shape ["),
-        (MINE + "def compute_loss(tokens, options): return tokens.logprobs.sum()", "a dict; its"),
+        (MINE + LOSS + "tokens.logprobs, {}", "its loss is of shape ["),
+        (MINE + LOSS + "tokens.logprobs.sum()", "there is no dict"),
+        (MINE.replace("turns_of(tokens)", "tokens.old_logprobs"), "old_logprobs is not known of"),
+        (MINE.replace("return advantages[turns.of_token]",
+                      "a = advantages[turns.of_token]; return dict(advantages=a, in_loss=a)"),
+         "in_loss is a vector of the loop"),
     ],
-    ids=range(10),
+    ids=range(12),
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
     code, _, err = command(*SHORT, "--algo", "mine.py", "--num-updates", "1")
     assert code == 2 and err.count("\n") == 1 and err.startswith("train.py: ") and named in err
+
+
+def test_what_else_is_read_out_of_the_hidden_states_is_known_of_the_tokens(command):
+    """The file's own `read_out` adds a vector, and the loss finds it, in several micro-batches."""
+    Path("mine.py").write_text(
+        MINE.replace("import compute_loss", "import compute_loss as grpo")
+        + """
+from core import scoring
+
+def read_out(policy, micro, hidden, *rest):
+    size = hidden[micro.predictors].norm(dim=1)
+    return scoring.read_out(policy, micro, hidden, *rest) | {"size": size}
+
+def compute_loss(tokens, options):
+    loss, metrics = grpo(tokens, options)
+    return loss, metrics | {"mine/size": tokens.size.sum().item()}
+"""
+    )
+    flags = "--num-updates 1 --max-tokens-per-micro-batch 100 --run-name a".split()
+    code, _, err = command(*SHORT, "--algo", "mine.py", *flags)
+    assert code == 0, err
+    assert metrics_of("runs/a")[-1]["mine/size"] > 0
 
 
 def test_options_of_all_kinds_are_read_again(tmp_path):

@@ -66,7 +66,7 @@ class Run:
 
     @property
     def next_update(self) -> int:
-        """The update to continue with; 0: the policy has not been evaluated yet."""
+        """The update that goes on or comes next; 0: the policy has not been evaluated yet."""
         return self.progress["update"] + 1
 
     @property
@@ -132,8 +132,6 @@ class Run:
         How far the steps moved the tokens of some groups (--microscope) is for the report.
         """
         cfg = self.cfg
-        if not self.scores_first:
-            distributed.all_reduce_sum([batch.old_logprobs])  # each rank has its sequences'
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
         metrics |= trace_tokens(self.policy, cfg, batch)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again

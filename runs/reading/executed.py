@@ -47,12 +47,12 @@ def main() -> None:
     updates = Run.updates
 
     def traced(run: Run) -> Any:
-        for update in updates(run):
+        for update, stats in updates(run):
             if update == 2:
                 threading.settrace(trace)
                 sys.settrace(trace)
                 sys._getframe(1).f_trace = trace  # main, which waits for this update
-            yield update
+            yield update, stats
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
 
