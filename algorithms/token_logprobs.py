@@ -63,7 +63,7 @@ def token_logprobs(
 
     outputs = [*hidden.new_zeros(2 + (compare is not None), len(targets), dtype=torch.float32)]
     several = len(prefixes) > chunk
-    for start in range(0, max(1, len(prefixes)), chunk):
+    for start in range(0, len(prefixes), chunk):
         here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)
         args = one_chunk, start, here
         found = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)

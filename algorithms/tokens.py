@@ -34,7 +34,7 @@ class Tokens:
     """
 
     # from the rollouts: where a token is from, and how likely it was when it was sampled
-    rollout: Tensor  # int64: of B
+    rollout: Tensor  # int64: its number in the update
     group: Tensor  # int64: the rollouts of one task
     sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
     sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats

@@ -7,6 +7,7 @@ from algorithms import grpo
 from core.batching import (
     add_advantages,
     cut,
+    micro_batches,
     minibatches,
     shape_rewards,
     to_tokens,
@@ -42,6 +43,32 @@ def test_a_changed_context_starts_a_new_sequence():
     batch = to_tokens([DROPPED])
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 9], [1, 2, 9, 4, 5, 6, 9]]
     assert [s.numbers for s in batch.sequences] == [[-1, -1, 0, 1], [-1, -1, -1, -1, 2, 3, 4]]
+    batch = to_tokens([TWO_TURNS, DROPPED, TWO_TURNS])
+    assert batch.sequence.tolist() == [0] * 4 + [1] * 2 + [2] * 3 + [3] * 4
+    assert batch.env_turn.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_a_prompt_that_differs_early_begins_a_sequence_though_its_place_has_the_same_token():
+    batch = to_tokens([rollout(([1, 2], [3], 0.0), ([1, 5, 3, 4], [6], 0.0))])
+    assert [s.token_ids for s in batch.sequences] == [[1, 2, 3], [1, 5, 3, 4, 6]]
+
+
+def test_kept_ids_are_those_of_each_token_in_the_order_of_turns():
+    one = rollout(([1], [2, 3], 0.0), ([1, 2, 3], [4], 0.0), ([1, 2, 3, 4], [5, 6], 0.0))
+    one.turns[0].kept_ids, one.turns[2].kept_ids = [[2, 9], [3]], [[5], [6, 9]]
+    [micro] = cut(to_tokens([one]).sequences, 100)
+    assert micro.kept_ids == [[2, 9], [3], None, [5], [6, 9]]
+    assert next(cut(to_tokens([TWO_TURNS]).sequences, 100)).kept_ids is None
+
+
+def test_a_micro_batch_knows_the_sequences_of_its_gradient_step(policy):
+    batch = to_tokens([TWO_TURNS, DROPPED, TWO_TURNS])
+    [micro] = micro_batches(policy, batch, [0, 1])
+    assert micro.step == batch.sequences[:3]
+    batch.advantages = torch.tensor([-1.0] * 4 + [0.0] * 9)  # a negative advantage, too, is one
+    learning, others = micro_batches(policy, batch)
+    assert [s.rollout for s in learning.sequences] == [0] and learning.step == batch.sequences
+    assert sorted(s.rollout for s in others.sequences) == [1, 1, 2]
 
 
 def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
@@ -119,6 +146,16 @@ def test_each_epoch_splits_all_rollouts_in_another_order():
     assert [rows for _, rows in steps[:3]] != [rows for _, rows in steps[3:]]
     again, other = ([(s.epoch, s.rollouts) for s in minibatches(cfg, 10, u)] for u in (4, 5))
     assert steps == again != other
+
+
+def test_rewards_are_discounted_by_the_episode_or_at_the_end_of_each_turn():
+    batch = to_tokens([TWO_TURNS])
+    shape_rewards(Config(credit="episode", gamma=0.5), batch)
+    assert batch.rewards.tolist() == [0, 0.25, 0, 0.5] and batch.turn.tolist() == [0] * 4
+    assert batch.discounts.tolist() == [1] * 4
+    shape_rewards(Config(credit="turn", gamma=0.5), batch)
+    assert batch.rewards.tolist() == [0, 0.25, 0, 1] and batch.turn.tolist() == [0, 0, 1, 1]
+    assert batch.discounts.tolist() == [1, 0.5, 1, 0.5]
 
 
 def test_the_batch_has_the_rewards_that_the_environment_reports():

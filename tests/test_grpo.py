@@ -147,3 +147,6 @@ def test_dppo_drops_a_token_whose_probability_has_moved_too_far(sampled, now, ad
     assert logprobs.grad.item() == pytest.approx(loss.item(), abs=1e-6)
     counted = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert counted == (dropped and advantage > 0, dropped and advantage < 0)
+    tokens.in_loss = ~tokens.in_loss  # tokens out of the loss are not counted
+    metrics = dppo.compute_loss(tokens, dppo.Options(limit=0.2))[1]
+    assert metrics["clip/high_fraction"] == metrics["clip/low_fraction"] == 0

@@ -149,6 +149,9 @@ def test_update_stats_by_hand(cap, mode, capped):
     )  # fmt: skip
     second = Tokens(
         rollout=torch.zeros(2), entropy=torch.tensor([0.3, 0.3]),
+        # of the reference, with d = log π - log π_ref = -1 and 0: k3 = e - 2 and 0; ρ = 1/2
+        logprobs=torch.tensor([-3.0, -2.0]), ref_logprobs=torch.tensor([-2.0, -2.0]),
+        old_logprobs=torch.tensor([-3.0, -2.0]) + math.log(2),
         sampler_ratio=torch.tensor([0.5, 0.1]), token_weights=torch.tensor([0.2, 0.1]),
         in_loss=torch.tensor([True, False]),
     )  # fmt: skip
@@ -167,6 +170,7 @@ def test_update_stats_by_hand(cap, mode, capped):
         "loss": -4.0, "kl/approx": 0.5 / 5, "policy/entropy": 1.5 / 7, "grad/norm": 0.25,
         "loss/weight": 0.6,
         "gap/logprob_mean": 2.0 / 5, "gap/logprob_max": 1.0, "weights/mean": (5.4 + 2 * 0.6) / 7,
+        "kl/reference": 2 * (math.e - 2) / 2 / 7,
         "weights/capped": capped / 7, "tokens/trained": 3, "update/steps": 3,
         "update/skipped": 0.0,
         "mine": 0.5,

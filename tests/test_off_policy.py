@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from algorithms import grpo, ppo, reinforce
 from algorithms.off_policy import importance_weights, sampler_ratio
 from algorithms.tokens import Tokens
-from algorithms.variants import opsm
+from algorithms.variants import cispo, dppo, gspo, opsm
 
 INF = float("inf")
 OLD, SAMPLER = torch.tensor([0.3, 0.2, 0.9, 0.3, 0.2]), torch.tensor([0.2, 0.4, 0.1, 0.2, 0.4])
@@ -42,6 +43,23 @@ def test_importance_weights_by_hand(cap, mode, want):
     assert importance_weights(ratio, cap, mode).tolist() == pytest.approx(want, abs=1e-7)
 
 
+@pytest.mark.parametrize("algorithm", [reinforce, grpo, ppo, gspo, cispo, dppo])
+def test_importance_weights_multiply_the_gradient_of_each_token(algorithm):
+    """A token of weight 3 and one of weight 0.5, each with its token weight, in the first step."""
+    one, weights = torch.ones(2), torch.tensor([3.0, 0.5])
+    tokens = Tokens(
+        sequence=torch.zeros(2).long(), in_loss=one > 0, advantages=torch.tensor([1.0, -2.0]),
+        token_weights=torch.tensor([0.25, 0.75]), importance_weights=weights, old_logprobs=-one,
+        sampler_logprobs=-one, logprobs=(-one).requires_grad_(), values=one * 0,
+        old_values=one * 0, value_targets=one * 0,
+    )  # fmt: skip
+    options = algorithm.Options()
+    options = algorithm.resolve(options) if hasattr(algorithm, "resolve") else options
+    loss, _ = algorithm.compute_loss(tokens, options)
+    [gradient] = torch.autograd.grad(loss, tokens.logprobs)
+    assert gradient.tolist() == pytest.approx([-0.25 * 3 * 1, -0.75 * 0.5 * -2])
+
+
 def test_rejected_tokens_have_weight_0_and_are_counted():
     """Sequences with ratios π_old / π_sampler of 2 and 1/2, 4 and 1, and 1/4."""
     ratio = torch.tensor([2.0, 0.5, 4.0, 1.0, 0.25])
@@ -52,7 +70,8 @@ def test_rejected_tokens_have_weight_0_and_are_counted():
         advantages=torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]),
         in_loss=torch.tensor([True, False, True, False, True]),
     )  # fmt: skip
-    tokens.logprobs = sampler - 2.0  # further from the sampler than 1.5 nats
+    # on average 2 nats from the sampler in each sequence
+    tokens.logprobs = sampler - torch.tensor([1.0, 3.0, 1.0, 3.0, 2.0])
 
     def weights(**given):
         tokens.importance_weights = importance_weights(ratio, cap=3.0)

@@ -15,7 +15,7 @@ ROLLOUT = torch.tensor([0, 0, 0, 1, 1, 1, 2, 3, 3, 3])
 TURN = torch.tensor([0, 0, 1, 0, 1, 2, 0, 0, 1, 1])
 ALL = TURN >= 0
 GROUP = torch.tensor([0, 0, 0, 1])[ROLLOUT]
-DISCOUNTS = torch.tensor([1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1, 0.5])
+DISCOUNTS = torch.tensor([1, 0.5, 9, 0.5, 0.5, 9, 9, 0.5, 1, 9])  # nothing follows where it is 9
 
 
 def advantages_of(options, in_loss=ALL):

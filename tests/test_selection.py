@@ -42,10 +42,16 @@ def test_the_spread_is_that_of_the_returns_that_advantages_compare(settings, rol
 
 @pytest.mark.parametrize(
     ("parts", "differ"),
-    [([(1, 0), (0, 1)], True), ([(1, 0), (1, None)], False), ([(1, 0), (1, 0)], False)],
+    [
+        ([(1, 0), (0, 1)], True),
+        ([(1, 0), (1, None)], False),
+        ([(1, 0), (1, 0)], False),
+        ([(1, 2), (1, None), (0, 2)], True),
+        ([(1, 2), (1, None), (1, 2)], False),
+    ],
 )
 def test_with_gdpo_the_spread_is_that_of_each_reward(parts, differ):
-    rollouts = [played(1.0), played(1.0)]  # the same return
+    rollouts = [played(1.0) for _ in parts]  # the same return
     for one, (right, brief) in zip(rollouts, parts, strict=True):
         one.info = {"reward_right": right, "reward_brief": brief}
     assert groups_with_spread(Config(algo="gdpo"), rollouts) == ({0} if differ else set())

@@ -7,7 +7,8 @@ import torch
 from conftest import metrics_of
 
 from core.batching import to_tokens
-from core.report.token_traces import _movement, choose_groups, pieces
+from core.config import Config
+from core.report.token_traces import _movement, choose_groups, pieces, trace_tokens
 from core.run.log import read_records
 from core.types import Rollout, Turn
 from environments.base import Env, Step
@@ -75,6 +76,19 @@ def test_whole_groups_within_the_budget_are_traced_and_at_least_one():
     assert choose_groups(one, 100) == {0, 1, 2, 3, 4}
     one[3].turns[0].reward = 1.0  # its group is the only one with different returns: it comes first
     assert choose_groups(one, 1) == {1, 3}
+
+
+def test_each_column_has_the_numbers_of_its_own_tokens(policy):
+    """Of three rollouts only the last two, which differ, are within the budget."""
+    rollouts = [Rollout("e", "p", 0, g, turns=[Turn([1], [5, 6], [-1.0 - i, -1.5 - i], "stop", r)])
+                for i, (g, r) in enumerate([(0, 0.0), (1, 0.0), (1, 1.0)])]  # fmt: skip
+    batch = to_tokens(rollouts)
+    batch.old_logprobs, batch.advantages = batch.sampler_logprobs - 4, torch.arange(6.0)
+    found = trace_tokens(policy, Config(microscope=4), batch)
+    assert "token_traces" not in rollouts[0].for_log and "update/moved" in found
+    [trace] = rollouts[2].for_log["token_traces"]
+    assert trace["sampler"] == [-3.0, -3.5] and trace["trainer"] == [-7.0, -7.5]
+    assert trace["advantage"] == [4.0, 5.0] and trace["after"][0] not in (-3.0, -7.0)
 
 
 def test_a_character_of_several_tokens_appears_at_its_last_token(policy):

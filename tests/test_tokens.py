@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from algorithms.token_logprobs import only_kept, token_logprobs
-from algorithms.tokens import Tokens, group_mean, group_std, minus, token_weights
+from algorithms.tokens import Tokens, group_mean, group_std, minus, sums, token_weights
 
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])
 # each sequence's first and last predicted token are sampled in one of the rows
@@ -119,6 +119,11 @@ def test_mean_and_deviation_of_a_sample_of_each_group():
     x, ids = torch.tensor([1.0, 4.0, 3.0, 9.0]), torch.tensor([5, 2, 5, 7])
     assert group_mean(x, ids).tolist() == [2, 4, 2, 9]
     assert group_std(x, ids).tolist() == pytest.approx([2**0.5, 0, 2**0.5, 0])
+
+
+def test_sums_are_exact_before_they_are_rounded_to_float32():
+    x, ids = torch.tensor([1e8, 1.0, -1e8, 5.0]), torch.tensor([0, 0, 0, 2])
+    assert sums(x, ids).tolist() == [1, 0, 5] and sums(x, ids).dtype == torch.float32
 
 
 def test_minus_is_0_up_to_rounding_and_no_further():
