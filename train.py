@@ -122,7 +122,7 @@ def main(cfg: Config) -> int:
 
             # 6. Metrics, evaluation, log, checkpoint
             run.finish_update(update, sampled, batch, stats)
-        return 1 if run.stopped else 0  # by --stop-on, or 20 updates in a row without a step
+        return 1 if run.stopped else 0  # by --stop-on, or 20 updates without a finite gradient
 
 
 def begin(run: Run) -> None:

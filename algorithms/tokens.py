@@ -35,7 +35,7 @@ class Tokens:
 
     # from the rollouts: where a token is from, and how likely it was when it was sampled
     rollout: Tensor  # int64: its number in the update
-    group: Tensor  # int64: the rollouts of one task
+    group: Tensor  # int64: equal for the rollouts that one agent played of one task
     sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
     sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats
     # how likely it is before the first gradient step; known by then where something reads it
@@ -120,7 +120,10 @@ def turns_of(tokens: Tokens) -> Turns:
     turn_ids = pair_ids(tokens.rollout, tokens.turn)
     _, of_token, lengths = turn_ids.unique_consecutive(return_inverse=True, return_counts=True)
     last = lengths.cumsum(0) - 1
-    returns = sums(tokens.rewards.double(), of_token)
+    rewards = tokens.rewards.double()
+    returns = sums(rewards, of_token)
+    # rewards that cancel leave a difference by rounding; see `minus`
+    returns[returns.abs() <= ROUNDING * sums(rewards.abs(), of_token)] = 0.0
     rollouts, discounts = tokens.rollout[last].tolist(), tokens.discounts[last].tolist()
     for k in reversed(range(len(last) - 1)):
         if rollouts[k] == rollouts[k + 1]:
@@ -157,14 +160,16 @@ def minus(returns: Tensor, baseline: Tensor) -> Tensor:
 def sums(x: Tensor, ids: Tensor) -> Tensor:
     """The sum of `x` [n, ..] for each number in `ids` [n], from 0 to the highest.
 
-    In float64: on a GPU the order of the terms is open, which float32 would show.
+    In float64, which a Mac's GPU lacks: on a GPU the order of the terms is open, which float32
+    would show.
 
     >>> sums(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([3., 5.])
     """
     count = int(ids.max()) + 1 if len(ids) else 0
-    zeros = x.new_zeros(count, *x.shape[1:], dtype=torch.float64)
-    return zeros.index_add(0, ids, x.double()).type_as(x)
+    exact = torch.float32 if x.device.type == "mps" else torch.float64
+    zeros = x.new_zeros(count, *x.shape[1:], dtype=exact)
+    return zeros.index_add(0, ids, x.to(exact)).type_as(x)
 
 
 def group_sum(x: Tensor, ids: Tensor) -> Tensor:

@@ -92,6 +92,11 @@ class Batch(Tokens):
         super().__init__(**vectors)
         self.rollouts, self.sequences, self.numbers_to_log = rollouts, sequences, {}
 
+    def __getitem__(self, numbers: Tensor | slice) -> Tokens:
+        """What a loss may read of the tokens with these numbers [n]."""
+        kept = {name: x for name, x in self.vectors().items() if name not in BEFORE_ADVANTAGES}
+        return Tokens(**kept)[numbers]
+
     def write(self, name: str, numbers: Tensor, values: Tensor) -> None:
         """Sets a vector at the tokens with these numbers; where nothing was written it is 0."""
         vars(self).setdefault(name, torch.zeros(len(self)))[numbers] = values.cpu()
@@ -101,6 +106,7 @@ class Batch(Tokens):
         distributed.all_reduce_sum([vars(self).setdefault(name, torch.zeros(len(self)))])
 
 
+BEFORE_ADVANTAGES = {*Batch.__annotations__, "discounts"}  # no loss reads them
 # vectors that the loop computes; `compute_advantages` has names of its own for others
 RESERVED = {*Tokens.__annotations__, *Batch.__annotations__} - {"advantages", "value_targets"}
 
@@ -232,7 +238,8 @@ def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> N
                 "with a number for each sampled token (algorithms/README.md)"
             )
         else:
-            batch.add({name: value})
+            is_float = value.is_floating_point()
+            batch.add({name: value.type_as(batch.env_rewards) if is_float else value})
 
 
 def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> Batch:

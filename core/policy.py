@@ -124,7 +124,8 @@ class Policy:
         own = decoder.__dict__.get("forward")
         decoder.forward = lambda *args, **kwargs: _DecoderOutput(last_hidden_state=hidden[None])
         try:
-            return self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+            with self.adapters():
+                return self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
         finally:
             del decoder.forward
             if own is not None:

@@ -1,8 +1,8 @@
 """The afternoon, 2 of 8. The data from environment to gradient.
 
-    Message --> prompt ids --> Completion --> Turn --> Rollout --> Tokens --> MicroBatch
+    Message --> prompt ids --> Completion --> Turn --> Rollout --> Batch --> MicroBatch
 
-Tokens are in algorithms/tokens.py, the tensors of a micro-batch in core/batching.py.
+The last two, tensors, are in core/batching.py.
 
 >>> turn = Turn([5, 6], [7, 8, 2], [-0.1, -0.2, -0.3], "stop", reward=1.0)
 >>> Rollout("letter_counting", "player", seed=3, group_id=0, turns=[turn]).episode_return

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 
 import pytest
@@ -131,6 +132,9 @@ def test_adapters_of_any_kind_of_lora_load_for_training_and_as_the_model_of_a_ru
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        plain, reference = load_small(qwen3_folder), replace(policy, disables_adapters=True)
+        logits = [p.to_logits(p.hidden_states(IDS)[0]) for p in (plain, reference)]
+    torch.testing.assert_close(*logits)  # its head, too, is that of the base
     export_model(tmp_path / "run", policy)
     (tmp_path / "run/config.yaml").write_text(f"model_id: {given}\nlora_rank: 2\n")
     exported = load_exported(Config(device="cpu", max_model_len=512), tmp_path / "run", "model")

@@ -36,7 +36,7 @@ class Options(LoopOptions):
     """As --grpo.scale-rewards."""
     limit: Fraction = 0.2
     """δ, the largest change of a token's probability that a gradient may continue."""
-    aggregation: Aggregation | None = "token"
+    aggregation: Aggregation = "token"
     """As --grpo.aggregation."""
 
 

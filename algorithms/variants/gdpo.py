@@ -42,7 +42,7 @@ class Options(LoopOptions):
     """As --grpo.clip-low."""
     clip_high: Annotated[float, Range(0, 1000)] = 0.28
     """As --grpo.clip-high."""
-    aggregation: Aggregation | None = "token"
+    aggregation: Aggregation = "token"
     """As --grpo.aggregation."""
     dual_clip: Annotated[float, Range(1.01, 1000, or_zero=True)] = 0.0
     """As --grpo.dual-clip."""

@@ -5,8 +5,8 @@
 
 The value of ρ is the geometric mean of the tokens' ratios. So the clip keeps or drops a sequence as
 a whole, and ε is small, as a mean of ratios stays near 1. Each term has the gradient of its own
-token's ratio (GSPO-token in the paper). A sequence is a rollout, or a part of one if the
-environment replaced the context. The KL and the entropy of --kl-coef and --entropy-coef keep the
+token's ratio (GSPO-token in the paper). A sequence is a rollout, or a part of one if its
+context did not just grow. The KL and the entropy of --kl-coef and --entropy-coef keep the
 ratio of the token.
 
     python train.py --algo gspo --num-minibatches 4
@@ -36,7 +36,7 @@ class Options(LoopOptions):
     """Clip the sequence's ratio at 1 - clip_low; acts where the advantage is negative."""
     clip_high: Annotated[float, Range(0, 1000)] = 4e-4
     """Clip the sequence's ratio at 1 + clip_high; acts where the advantage is positive."""
-    aggregation: Aggregation | None = "sequence"
+    aggregation: Aggregation = "sequence"
     """As --grpo.aggregation."""
 
 

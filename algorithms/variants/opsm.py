@@ -5,7 +5,8 @@
     w_t = 0    where the geometric mean of π_old / π_sampler over the sequence is outside
                [reject_low, reject_high]
 
-w_t is the importance weight of the token (off_policy.py). A token of weight 0 has no gradient, also
+Both means are over all tokens of the sequence, also those that a flag keeps out of the loss. w_t is
+the importance weight of the token (off_policy.py). A token of weight 0 has no gradient, also
 none of --kl-coef and --entropy-coef; the loss is still divided by all tokens. The metric
 weights/rejected is the fraction of tokens left out.
 
