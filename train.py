@@ -1,4 +1,4 @@
-"""The afternoon, 3 of 8. Train a language model with reinforcement learning: the whole loop.
+"""The afternoon, 3 of 9. Train a language model with reinforcement learning: the whole loop.
 
     python train.py                      # GRPO: a tiny model learns to count letters, on a laptop
     python train.py --algo ppo           # the same with PPO

@@ -1,4 +1,4 @@
-"""The afternoon, 8 of 8. GRPO: compare the rollouts of a group, and clip the policy ratio.
+"""The afternoon, 9 of 9. GRPO: compare the rollouts of a group, and clip the policy ratio.
 
     A_i = (R_i - mean of the group) / (std of the group)       DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)

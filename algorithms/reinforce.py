@@ -1,4 +1,4 @@
-"""The afternoon, 7 of 8. REINFORCE: make rollouts with a high return likelier, others less likely.
+"""The afternoon, 8 of 9. REINFORCE: make rollouts with a high return likelier, others less likely.
 
     ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 

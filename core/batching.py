@@ -1,4 +1,4 @@
-"""An evening on episodes, 3 of 3. Rollouts to tokens, tokens to micro-batches.
+"""The afternoon, 6 of 9. Rollouts to tokens, tokens to micro-batches.
 
 `to_tokens` numbers the sampled tokens of an update, rollout after rollout: what is known of them
 are vectors [S]. Prompts are in `sequences`, the token ids that the model computes on:

@@ -1,4 +1,4 @@
-"""An evening on episodes, 2 of 3. Plays many episodes at once; one Rollout per agent.
+"""An evening on episodes, 2 of 2. Plays many episodes at once; one Rollout per agent.
 
 `episode` is one episode, from its reset to its last step. It is a generator: at each `yield` it
 asks for something and pauses until the answers come back as the value of the `yield`:

@@ -1,4 +1,4 @@
-"""The afternoon, 6 of 8. How likely is each sampled token? Its log-prob, and a value before it.
+"""The afternoon, 7 of 9. How likely is each sampled token? Its log-prob, and a value before it.
 
     hidden states [U, D]  --read_out-->  logprobs, entropy, values [n], by name
 

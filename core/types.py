@@ -1,4 +1,4 @@
-"""The afternoon, 2 of 8. The data from environment to gradient.
+"""The afternoon, 2 of 9. The data from environment to gradient.
 
     Message --> prompt ids --> Completion --> Turn --> Rollout --> Batch --> MicroBatch
 

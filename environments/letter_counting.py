@@ -1,4 +1,4 @@
-"""The afternoon, 1 of 8. Count how often letters occur in a word.
+"""The afternoon, 1 of 9. Count how often letters occur in a word.
 
 The training loop calls two methods of an environment: `reset` gives the task
 as a message, `step` reads the policy's response and gives the reward.

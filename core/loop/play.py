@@ -1,4 +1,4 @@
-"""The afternoon, 4 of 8. The rollouts of an update: tasks are drawn, played, and selected.
+"""The afternoon, 4 of 9. The rollouts of an update: tasks are drawn, played, and selected.
 
 By default `play` is `collect` with the present weights. With --staleness k the weights of k updates
 ago sample; with --overlap a thread has done so while the update before trained.
