@@ -62,6 +62,7 @@ def main() -> None:
         train.run_command("--num-updates 3 --eval-every 50 --device cpu".split())
         os.chdir(ROOT)
     rest = set(lines)
+    print(f"{sum(map(len, lines.values()))} lines of {len(rest)} files")
     for name, files in [*sittings().items(), ("elsewhere", [])]:
         files = files or sorted(rest)
         rest -= set(files)
