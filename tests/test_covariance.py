@@ -8,7 +8,7 @@ import torch
 from algorithms import grpo
 from algorithms.tokens import Tokens
 from algorithms.variants import kl_cov
-from algorithms.variants.kl_cov import covariance
+from algorithms.variants.kl_cov import covariance, highest
 from core.config import Config, resolve
 from core.loop.run import Run
 
@@ -37,6 +37,13 @@ def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_the_tokens_with_th
     assert loss.item() == pytest.approx(0.8 * 0.25 * 0.5 * (3 - 1 - math.log(3)))
     gradient = torch.autograd.grad(loss, logprobs)[0]
     assert gradient.tolist() == pytest.approx([0, 0.8 * 0.25 * 0.5 * (3 - 1)])
+
+
+def test_at_least_one_token_has_the_penalty_and_of_equal_ones_the_first():
+    in_loss = torch.tensor([False, True, True, True])
+    scores = torch.tensor([9.0, 1.0, 2.0, 2.0])
+    assert highest(scores, in_loss, 0.3).tolist() == [False, False, True, False]
+    assert not highest(scores, in_loss & False, 0.3).any()
 
 
 def test_the_old_log_probs_are_computed_where_a_setting_needs_them():
