@@ -11,11 +11,13 @@ from test_float64_step import draw_rollouts, folder, models, states  # noqa: F40
 
 import train
 from algorithms.variants import sdpo
-from core import config
+from core import config, feedback
+from core.batching import micro_batches, to_tokens
 from core.chat_template import prompt_ids
 from core.episodes import RolloutCollector
 from core.policy import Policy
 from core.tasks import Task
+from core.types import Rollout, Turn
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.plumbing import registry
 
@@ -104,6 +106,24 @@ def test_the_loss_is_that_of_grpo_and_the_divergence(folder, states, rollouts): 
     for whole, of_divergence, of_rewards in zip(both, divergence, rewards, strict=True):
         assert of_rewards.norm() > 0
         assert (whole - of_divergence - of_rewards).norm() < 1e-5 * whole.norm()
+
+
+@torch.no_grad()
+def test_the_teacher_chooses_among_the_ids_that_were_kept(policy):
+    """Three for the only token with feedback; the tokens before it had two and one."""
+    turns = [
+        Turn([65], [70, 71], [0.0, 0.0], "stop", kept_ids=[[70, 72], [71]]),
+        Turn([66], [72], [0.0], "stop", kept_ids=[[72, 73, 74]], feedback_ids=[67, 68]),
+    ]
+    batch = to_tokens([Rollout("e", "player", 0, 0, turns=[turn]) for turn in turns])
+    [micro] = micro_batches(policy, batch)
+    hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
+
+    def number_of_ids(logprobs, teacher):
+        return (teacher > -1e9).sum(-1).float()
+
+    found = feedback.read_out(number_of_ids, policy, micro, hidden, 1.0, False)
+    assert found["divergence"][micro.numbers.argsort()].tolist() == [0, 0, 3]
 
 
 class Capital(Env):
