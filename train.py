@@ -78,7 +78,7 @@ from environments.plumbing import registry
 
 
 def main(cfg: Config) -> int:
-    """Runs the warm start and `cfg.num_updates` updates of RL. Returns the exit code."""
+    """Trains: a warm start, if one is asked for, and updates of RL. Returns the exit code."""
     with open_run(cfg) as run:  # settings, policy, optimizer, sampler, environments, log
         cfg, algorithm = run.cfg, run.algorithm  # compute_advantages, compute_loss
         begin(run)  # supervised steps on demonstrations, if any; the reference of --kl-coef
@@ -122,7 +122,7 @@ def main(cfg: Config) -> int:
 
             # 6. Metrics, evaluation, log, checkpoint
             run.finish_update(update, sampled, batch, stats)
-        return 1 if run.stopped else 0  # by --stop-on, or 20 updates without a finite gradient
+        return 1 if run.stopped else 0  # by --stop-on, or as 20 updates had no finite gradient
 
 
 def begin(run: Run) -> None:
