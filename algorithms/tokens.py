@@ -34,12 +34,12 @@ class Tokens:
     """
 
     # from the rollouts: where a token is from, and how likely it was when it was sampled
-    rollout: Tensor  # int64: its number in the update
+    rollout: Tensor  # int64: 0 for the tokens of the first rollout, 1 for the next, ..
     group: Tensor  # int64: equal for the rollouts that one agent played of one task
     sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
     sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats
-    # how likely it is before the first gradient step; known by then where something reads it
-    # (core/algorithm.py's NEEDS), otherwise found in the forward pass of the only step
+    # how likely it is before the first gradient step: known before it where there are several
+    # steps or something reads it (core/algorithm.py's NEEDS), else found in the only step's pass
     old_logprobs: Tensor  # for the policy
     old_values: Tensor  # the value head's estimate (PPO)
     ref_logprobs: Tensor  # for the reference of --kl-coef

@@ -33,7 +33,7 @@ def play(run: Run, update: int) -> Played:
 
 
 def collect(run: Run, update: int) -> Played:
-    """Samples G rollouts for each of P tasks with the present weights.
+    """Samples G rollouts for each of P tasks with the weights that the policy has here.
 
     Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks with equal
     returns in each group, which up to n more rounds replace.
