@@ -12,17 +12,22 @@ update samples the groups of P tasks (--num-prompts). It turns their rewards int
 much better than expected a rollout did). Then it takes gradient steps: --num-epochs times
 --num-minibatches, by default one.
 
-The default run has P = 16, G = 8, at most 64 tokens per completion, one gradient step per update
-with a constant learning rate of 5e-5, and no KL. In the only step of an update the policy is still
-what it was when the tokens were sampled, so the policy ratio is 1 and no clip acts: GRPO is then
-REINFORCE with the mean of the group as the baseline, and advantages divided by the group's standard
-deviation.
+By default this is GRPO with P = 16 and G = 8, and an update is:
+
+    R      the return of each rollout
+    A      (R - mean of its group) / (std of its group), for each token that was sampled in it
+    ρ      π / π_old, for each token: 1, as the only step has not been taken yet
+    loss   -Σ min(ρ A, clip(ρ) A) / number of tokens       its gradient is -Σ A ∇ log π / number
+    step   AdamW, with the gradient clipped to norm 1 and a learning rate of 5e-5
+
+So the clip of ρ does not act, and GRPO is REINFORCE with the mean of the group as the baseline and
+advantages divided by the group's standard deviation. It has no KL.
 
 Each sampled token has three log-probs: π_sampler, which the sampler reported; π_old, the trainer's
 before the first gradient step (with a single step it is π, without gradient); and π, which the
 trainer computes now. By default sampler and trainer have the same weights, but their kernels round
-differently, so the importance weight π_old / π_sampler is only about 1. The policy ratio π / π_old
-is 1 until the first step.
+differently, so the importance weight π_old / π_sampler, which also multiplies a token's term, is
+only about 1. The policy ratio π / π_old is 1 until the first step.
 
 Shapes: the sampled tokens of an update are numbered, 0 to S-1, rollout after rollout, and what is
 known of them are vectors [S], such as `batch.advantages`. A forward pass works on a micro-batch: Q
@@ -110,8 +115,8 @@ def main(cfg: Config) -> int:
                     tokens = forward(run, batch, micro)  # [n]: log-probs now, and all of the above
                     loss, metrics = algorithm.compute_loss(tokens, cfg.options)
                     loss = loss + regularizers(run, tokens)  # of --kl-coef and --entropy-coef
-                    # adds to the gradients of the weights; skips the model where no token has a
-                    # gradient, as in groups whose rollouts earned the same
+                    # adds to the gradients of the weights; goes through the model only if some
+                    # token has a gradient: those of groups that earned the same have none
                     run.optimizer.backward(loss, tokens.outputs)
                     stats.add(tokens, loss, metrics)
                 if not take_step(run, batch, stats, step):
@@ -167,7 +172,7 @@ def warm_start(cfg: Config, run: Run) -> None:
 def score(run: Run, batch: Batch) -> None:
     """Sets π_old and PPO's values where they are needed before the first step, and π_ref.
 
-    They are with several steps, with PPO, and where the advantages depend on π_old.
+    π_old is needed then if there are several steps, a value head, or advantages made of it.
     """
     if run.scores_first:
         found = score_tokens(run.policy, batch, run.cfg.temperature)
@@ -237,7 +242,8 @@ def take_step(run: Run, batch: Batch, stats: UpdateStats, step: Minibatch) -> bo
     stats.grad_norm, stepped = run.optimizer.clip_and_step(
         cfg.max_grad_norm,
         finite_loss=math.isfinite(stats.loss),
-        only_value_head=run.next_update <= cfg.options.value_warmup,  # of PPO; else 0
+        # run.next_update: this one, until it is finished; --ppo.value-warmup, else 0
+        only_value_head=run.next_update <= cfg.options.value_warmup,
     )
     stats.num_steps += stepped
     return True
