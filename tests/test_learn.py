@@ -11,7 +11,7 @@ from conftest import load_small, rollouts_of
 from single_update import gradients_of_update, single_update
 
 import train
-from algorithms import ppo
+from algorithms import ppo, reinforce
 from core import canary
 from core.config import Config
 from core.episodes import RolloutCollector
@@ -100,6 +100,20 @@ def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_fo
     assert metrics["update/steps"] == 4
     assert metrics["kl/approx"] > 1e-4  # the second epoch is away from where it sampled
     assert metrics["gap/logprob_max"] < 1e-4  # and yet the old log-probs are the sampler's
+
+
+def test_each_gradient_step_is_that_of_its_own_rollouts(qwen3_folder):
+    """Without a baseline the other rollouts have no part in it."""
+    policy, rollouts = load_small(qwen3_folder), rollouts_of(4, 1, prompt=5)
+    for i, rollout in enumerate(rollouts):
+        rollout.turns[0].reward = float(1 + i)
+    options = reinforce.Options(baseline="none")
+    cfg = config(algo="reinforce", options=options, num_minibatches=2, max_grad_norm=0)
+    steps, _ = gradients_of_update(cfg, policy, rollouts)
+    for gradient, step in zip(steps, train.minibatches(cfg, 4, 1), strict=True):
+        own = [rollouts[i] for i in step.rollouts]
+        [alone], _ = gradients_of_update(replace(cfg, num_minibatches=1), policy, own)
+        assert (gradient - alone).abs().max() < 1e-5 * alone.abs().max()
 
 
 @pytest.mark.parametrize(
