@@ -115,10 +115,10 @@ def test_the_direction_of_an_update_is_the_correlation_within_groups():
 
 
 def test_what_moved_is_added_up_over_all_sequences_of_a_rollout():
-    """The better rollout has two contexts, whose tokens moved by 3 and -1; the other's by 1."""
+    """The better rollout has two contexts, whose tokens moved by 1 and 3; the other's by 2."""
     better = [Turn([1], [2], [0.0], "stop", 0.5), Turn([5], [2], [0.0], "stop", 0.5)]
     worse = [Turn([1], [3], [0.0], "stop", 0.0)]
     batch = to_tokens([Rollout("e", "p", 0, 0, turns=turns) for turns in (better, worse)])
     batch.old_logprobs = torch.zeros(3)
-    found = _movement(batch, [0, 1], torch.tensor([3.0, -1.0, 1.0]))
-    assert found == {"update/moved": pytest.approx(5 / 3), "update/direction": pytest.approx(1.0)}
+    found = _movement(batch, [0, 1], torch.tensor([1.0, 3.0, 2.0]))
+    assert found == {"update/moved": 2.0, "update/direction": pytest.approx(1.0)}
