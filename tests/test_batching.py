@@ -34,6 +34,8 @@ def test_advantages_have_the_shape_of_the_batch_and_numbers_are_logged():
     given = torch.ones(10)
     add_advantages(batch, {"advantages": given, "returns": given * 2, "mine/mean": given.mean()})
     assert batch.advantages is given and batch.numbers_to_log["mine/mean"] == 1.0
+    add_advantages(batch, given.double())
+    assert batch.advantages.dtype == torch.float32
     for wrong in (given[None], given[:9], given.view(2, 5)):
         with pytest.raises(UsageError, match=r"returns has the shape .*, not \[10\]"):
             add_advantages(batch, {"advantages": given, "returns": wrong})

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROGRAM, metrics_of
+from conftest import PROGRAM, metrics_of, rollouts_of
 
 from core import distributed
+from core.batching import to_tokens
 from core.faults import Stopped, UsageError
 from core.run import cli
 from core.run import folder as run_dir
+from core.scoring import score_tokens
 
 ROOT = Path(__file__).parent.parent
 SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4
@@ -138,6 +140,17 @@ def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, i
     assert [item for part in parts for item in part] == items
     weights = [sum(1 + item % 5 for item in part) for part in parts]
     assert max(weights) - min(weights) <= 2 * 5
+
+
+def test_each_rank_scores_its_share_of_the_tokens_and_the_sum_is_the_whole(monkeypatch, policy):
+    batch, shares = to_tokens(rollouts_of(2, 3, prompt=5)), []
+    whole = score_tokens(policy, batch, 1.0)["logprobs"]
+    monkeypatch.setattr(distributed, "all_reduce_sum", lambda x: shares.append(x[0].clone()))
+    for rank in (0, 1):
+        as_rank(monkeypatch, rank, 2)
+        score_tokens(policy, batch, 1.0)
+    assert not (shares[0] * shares[1]).any() and all(share.any() for share in shares)
+    torch.testing.assert_close(shares[0] + shares[1], whole)
 
 
 def test_a_run_of_several_processes_is_resumed_with_torchrun(monkeypatch):

@@ -1,5 +1,6 @@
 """The training loop: which weights an update changes, its rollouts, the warm start."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from conftest import load_small, rollouts_of
 from single_update import gradients_of_update, single_update
 
 import train
-from algorithms import ppo, reinforce
+from algorithms import grpo, ppo, reinforce
 from core import canary
 from core.config import Config
 from core.episodes import RolloutCollector
@@ -82,11 +83,12 @@ def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder)
         policy = load_small(qwen3_folder, value_head=True)
         cfg = config(algo="ppo", num_epochs=3, options=ppo.Options(target_kl=target))
         rollouts = played(policy, [0.0, 1.0, 2.0])
-        metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
-        steps[target] = metrics["update/steps"]
+        with patch.object(train, "take_step", wraps=train.take_step) as tried:
+            metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
+        steps[target] = metrics["update/steps"], tried.call_count
         left = [p.grad for p in policy.trainable().values() if p.grad is not None]
         assert not any(gradient.any() for gradient in left)  # nothing for the next update
-    assert steps == {0.0: 3, 1e-6: 1, 1e3: 3}
+    assert steps == {0.0: (3, 3), 1e-6: (1, 2), 1e3: (3, 3)}
 
 
 def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_folder):
@@ -94,9 +96,14 @@ def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_fo
     optimizer = make_optimizer(policy, 2e-3)
     rollouts = played(policy, [0.0, 1.0, 2.0, 3.0])
     cfg = config(num_epochs=2, num_minibatches=2, seed=5)
-    with patch.object(train, "minibatches", wraps=train.minibatches) as drawn:
+    with (
+        patch.object(train, "minibatches", wraps=train.minibatches) as drawn,
+        patch.object(train, "micro_batches", wraps=train.micro_batches) as cut,
+    ):
         metrics = single_update(cfg, policy, optimizer, rollouts, update=7)
     assert drawn.call_args.args[1:] == (4, 7)
+    computed = [call.args[2] for call in cut.call_args_list]  # no other rollout, of weight 0
+    assert computed == [step.rollouts for step in train.minibatches(cfg, 4, 7)]
     assert metrics["update/steps"] == 4
     assert metrics["kl/approx"] > 1e-4  # the second epoch is away from where it sampled
     assert metrics["gap/logprob_max"] < 1e-4  # and yet the old log-probs are the sampler's
@@ -114,6 +121,27 @@ def test_each_gradient_step_is_that_of_its_own_rollouts(qwen3_folder):
         own = [rollouts[i] for i in step.rollouts]
         [alone], _ = gradients_of_update(replace(cfg, num_minibatches=1), policy, own)
         assert (gradient - alone).abs().max() < 1e-5 * alone.abs().max()
+
+
+def test_a_loss_that_is_not_finite_is_no_step_though_its_gradient_is_finite(policy):
+    rollouts, compute_loss = played(policy, [0.0, 1.0]), grpo.compute_loss
+
+    def infinite(tokens, options):
+        loss, metrics = compute_loss(tokens, options)
+        return loss + math.inf, metrics
+
+    with patch.object(grpo, "compute_loss", infinite):
+        metrics = single_update(config(), policy, make_optimizer(policy, 1e-2), rollouts)
+    assert metrics["update/skipped"] == 1 and 0 < metrics["grad/norm"] < math.inf
+
+
+def test_the_next_level_is_that_of_the_episodes_that_did_not_fail():
+    """Right in one of two episodes, which is the target; and one failed."""
+    run = SimpleNamespace(cfg=Config(curriculum=0.5), progress={"level": 1})
+    sampled = [Rollout("e", "p", 0, 0, info={"correct": right}) for right in (True, False, False)]
+    assert play._next_level(run, sampled) == 1
+    sampled[2].error = "TimeoutError"
+    assert play._next_level(run, sampled) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from core.batching import to_tokens
 from core.config import Config
 from core.report.token_traces import _movement, choose_groups, pieces, trace_tokens
 from core.run.log import read_records
+from core.scoring import score_tokens
 from core.types import Rollout, Turn
 from environments.base import Env, Step
 from environments.plumbing import registry
@@ -84,11 +85,12 @@ def test_each_column_has_the_numbers_of_its_own_tokens(policy):
                 for i, (g, r) in enumerate([(0, 0.0), (1, 0.0), (1, 1.0)])]  # fmt: skip
     batch = to_tokens(rollouts)
     batch.old_logprobs, batch.advantages = batch.sampler_logprobs - 4, torch.arange(6.0)
-    found = trace_tokens(policy, Config(microscope=4), batch)
+    found = trace_tokens(policy, Config(microscope=4, temperature=0.5), batch)
     assert "token_traces" not in rollouts[0].for_log and "update/moved" in found
     [trace] = rollouts[2].for_log["token_traces"]
     assert trace["sampler"] == [-3.0, -3.5] and trace["trainer"] == [-7.0, -7.5]
-    assert trace["advantage"] == [4.0, 5.0] and trace["after"][0] not in (-3.0, -7.0)
+    after = score_tokens(policy, batch, 0.5)["logprobs"][4:].tolist()
+    assert trace["advantage"] == [4.0, 5.0] and trace["after"] == pytest.approx(after, abs=1e-4)
 
 
 def test_a_character_of_several_tokens_appears_at_its_last_token(policy):

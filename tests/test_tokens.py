@@ -83,6 +83,8 @@ def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
 
     token_logprobs(hidden, *places(MASK), to_logits, chunk=4)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
+    _, entropy = token_logprobs(hidden, *places(MASK), to_logits, entropy_grad=False)
+    assert not entropy.requires_grad  # and so it needs no backward pass
     logprobs, entropy = token_logprobs(hidden, *places(MASK & False), to_logits)
     assert len(logprobs) == len(entropy) == 0
 
