@@ -43,7 +43,7 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
     )  # fmt: skip
     assert turns_of(batch).returns.unique().numel() == 2
     assert not compute_advantages(batch, Options(scale_rewards=scale)).any()
-    # what is paid and taken back is nothing; in float32 these four add up to 7e-9
+    # rewards that cancel are a return of 0; in float32 these four add up to 7e-9
     batch = Tokens(rewards=torch.tensor([-0.1, -0.1, -0.1, 0.3, 0.0]), discounts=torch.ones(5),
                    rollout=torch.tensor([0, 0, 0, 0, 1]), turn=torch.zeros(5).long(),
                    group=torch.zeros(5).long())  # fmt: skip
