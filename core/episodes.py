@@ -12,11 +12,16 @@ all episodes move together, in rounds. A letter_counting episode has three:
     episode 1     reset        completion     step
     ..            ..           ..             ..
     episode 127   reset        completion     step
-                  a thread     the sampler    a thread      answers all of a round (core/pool.py)
+                  the pool     the sampler    the pool      answers all of a round
 
-If environments answer late, an episode no longer waits for the others: it continues as soon as its
-own answers are there. Its random numbers stay the same. The sampler then computes it together with
-other completions than before, which rounds differently, so log-probs differ in the last digits.
+The pool (core/pool.py) calls quick environments one after the other, and those that wait for
+something (`Env.waits`) side by side. So a run that is repeated has the same rounds, and is equal to
+the bit.
+
+Where an environment (`Env.alone`) or a sampler on servers asks for it, episodes move alone: each
+continues as soon as its own answers are there. Its random numbers stay the same. The sampler then
+computes it together with other completions, which rounds differently, so log-probs differ in the
+last digits.
 
 An environment that raises, exceeds its time limit, changes the working directory or returns
 something invalid costs only its own episode: `Rollout.error` gives the reason.
@@ -29,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core import distributed
+from core.calls import Outcome, TimeLimit
 from core.context import Agent, Renderer
 from core.faults import UsageError
 from core.policy import Policy
@@ -36,7 +42,6 @@ from core.pool import EnvCall, Pool, PooledEnv, is_program
 from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
-from core.threads import Outcome, Threads, TimeLimit
 from core.types import Message, Rollout
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EndRun, EnvFailure
 from environments.plumbing.registry import place_of
@@ -79,16 +84,17 @@ class RolloutCollector:
         env_instances: int | None = None,
         system_prompt: str = "",
         renderer: type[Renderer] = Renderer,
+        say: Callable[[str], None] = lambda line: None,
     ):
         """`drop_thinking` and `system_prompt`: as `Renderer`.
         `env_timeout`: limit of one call of an environment, in seconds; 0: no limit.
-        `env_workers`: calls of slow environments at the same time.
+        `env_workers`: calls of environments that wait, at the same time.
         `env_instances`: heavy environments (`Env.heavy`) and programs that exist at the same time.
-        `renderer`: core/extras/tools.py has the one for environments with tools."""
+        `renderer`: core/extras/tools.py has the one for environments with tools.
+        `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = renderer(policy, drop_thinking, system_prompt)
-        threads = Threads(env_workers, env_timeout)
-        self.pool = Pool(self.renderer.prepare, threads, env_instances)
+        self.pool = Pool(self.renderer.prepare, env_workers, env_timeout, env_instances, say)
         self.opponents: Any = None  # core/extras/opponents.py; None: the policy plays all agents
         self.shows_right = False  # whether turns get `feedback_ids`
         self.play_program: Any = None  # an episode of a program that asks: core/extras/agents.py
@@ -152,7 +158,7 @@ class RolloutCollector:
         """Closes all environments, and ends the threads."""
         idle = [env for envs in self.pool.idle.values() for env in envs]
         self.run([self.pool.discard(env) for env in idle])
-        self.pool.threads.close()
+        self.pool.close()
 
     def episode(self, episode: Episode, answerer: Answerer) -> Play:
         """One episode, from its reset to its last step."""
@@ -208,44 +214,35 @@ class RolloutCollector:
     def run(self, plays: list[Play], on_progress: Callable[[], None] = lambda: None) -> None:
         """The loop around all episodes: lets each one continue until it has ended.
 
-        What an episode asks for passes through these, from left to right:
-
-            waits ─┬─▶ calls    ─▶ begun, `calling` of them    ─┬─▶ answers ─▶ the next `yield`
-                   └─▶ requests ─▶ begun, `sampling` of them   ─┘
-
-        In rounds no episode continues before everything that was asked for is answered, and
-        requests begin when no call is open. So step 1 of the default run moves all episodes four
-        times: to `reset`, to their completion, to `step`, and to their end. While they are sampled,
-        the loop goes round once for each token of the longest completion.
+        In rounds no episode continues before everything that was asked for is answered. So step 1
+        of the default run moves all episodes four times: to `reset`, to their completion, to
+        `step`, and to their end. While they are sampled, the loop goes round once for each token of
+        the longest completion.
         """
         waits: dict[Play, Sequence[Wanted]] = {play: [] for play in plays}  # what each waits for
-        calls: list[EnvCall] = []  # asked for, and not begun
-        requests: list[Request] = []  # asked for, and not begun
-        sampling, calling = Counter[Sampler](), 0  # how many have begun, and are not answered
         answers: dict[Wanted, Outcome] = {}  # (value, None), or (None, exception)
-        in_rounds = True  # until environments answer late
+        sampling, calling = Counter[Sampler](), 0  # requests and calls without an answer
+        alone = False  # whether episodes move alone, not in rounds
         try:
             while waits:
                 # 1. Each episode that has all its answers, or has not begun, continues to its next
-                #    `yield`. In rounds only if nothing that was begun is open, and no request waits
-                #    to begin
-                if not in_rounds or not (sampling or calling or requests):
+                #    `yield`. In rounds they do so together
+                if alone or not (sampling or calling):
+                    calls, requests = list[EnvCall](), list[Request]()
                     for play in [p for p, asks in waits.items() if answers.keys() >= {*asks}]:
                         asks = resume(play, [answers.pop(ask) for ask in waits.pop(play)])
                         if asks is not None:
                             waits[play] = asks
                             calls += [ask for ask in asks if isinstance(ask, EnvCall)]
                             requests += [ask for ask in asks if isinstance(ask, Request)]
-                    in_rounds = in_rounds and not self.pool.answers_late()
-                # 2. What they ask for begins. In rounds requests wait until no call is open
-                self.pool.begin(calls)
-                calling, calls = calling + len(calls), []
-                if not in_rounds or not calling:
+                    # 2. What they ask for begins
+                    self.pool.begin(calls)
+                    calling += len(calls)
+                    alone = alone or self.pool.moves_alone()
                     for request in requests:
-                        request.alone = not in_rounds
+                        request.alone = alone = alone or request.sampler.alone
                         request.sampler.add(request)
                         sampling[request.sampler] += 1
-                    requests = []
                 on_progress()
                 # 3. The samplers sample on, such as one token for each request
                 for sampler in [*sampling]:
@@ -254,7 +251,7 @@ class RolloutCollector:
                     sampling[sampler] -= len(ended)
                 sampling = +sampling  # drops the samplers that have no request left
                 # 4. Environments answer
-                outcomes = self.pool.ended(wait=POLL if calling and not sampling else 0.0)
+                outcomes = self.pool.ended(0.0 if sampling else POLL, on_progress)
                 answers |= outcomes
                 calling -= len(outcomes)
         finally:  # after Ctrl-C nothing goes on, and no environment in use is used again
@@ -283,7 +280,7 @@ class RolloutCollector:
             episode.draws += 1
             if seed in EVAL_SEEDS or episode.draws > MAX_DRAWS:
                 raise
-            self.pool.threads.say_once(f"{env} with seed {seed}: {error}; another task takes its "
+            self.pool.say_once(f"{env} with seed {seed}: {error}; another task takes its "
                                        "place, and that of others like it", env)  # fmt: skip
             seeds = DEMO_SEEDS if seed in DEMO_SEEDS else TRAIN_SEEDS
             episode.task = replace(episode.task, seed=random.Random(seed).choice(seeds))

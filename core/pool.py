@@ -1,29 +1,39 @@
-"""The environments of a collector: built, lent to episodes, called in threads, reused and closed.
+"""The environments of a collector: built, lent to episodes, called, reused and closed.
 
 Each episode has an environment of its own while it is played. At most `max_heavy` environments with
 a process or a connection of their own (`Env.heavy`), or programs, exist at the same time.
+
+Quick environments are called one after the other, in the order of their episodes: by the main
+thread, where it can end a call (core/calls.py), else by one other thread. Those that wait
+(`Env.waits`) are called side by side, each call in a thread.
 """
 
 import os
-import statistics
+import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
-from core.threads import Outcome, Threads
-from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step, has_step_batch
-from environments.plumbing.registry import EnvSpec, make
+import torch
 
-LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
-ENOUGH = 8  # steps to know this from: a busy machine delays a few calls of a fast environment
+from core.calls import Calls, Outcome, TimeLimit, call_here, can_call_here, traceback_of
+from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step, has_step_batch
+from environments.plumbing.registry import EnvSpec, make, place_of
+
+POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
+LONG = 10.0  # seconds of quick calls in a round after which a line says so
+FIRST, BUILT = threading.Lock(), set[EnvSpec]()  # held while the first one of a spec is built
+WAITS = "; if it waits for something, such as a server, set waits = True in its class"
 
 
 @dataclass(eq=False)  # so that a call can be the key of a dict
 class EnvCall:
-    """A call of a method of an environment, which a thread makes."""
+    """A call of a method of an environment."""
 
     env: "PooledEnv"
     method: Callable[..., Any]
@@ -36,13 +46,23 @@ class EnvCall:
 
 class Pool:
     """`prepare`: what makes an environment playable, such as one with tools (core/context.py).
-    `max_heavy`: None: `most_at_once`."""
+    `count`: calls of waiting environments at the same time. `limit`: seconds of a call; 0: none.
+    `max_heavy`: None: `most_at_once`. `say`: prints a line."""
 
-    def __init__(self, prepare: Callable[[Env], Env], threads: Threads, max_heavy: int | None):
-        self.prepare, self.threads, self.max_heavy = prepare, threads, max_heavy
+    def __init__(
+        self, prepare: Callable[[Env], Env], count: int, limit: float, max_heavy: int | None,
+        say: Callable[[str], None],
+    ):  # fmt: skip
+        self.prepare, self.max_heavy, self.say = prepare, max_heavy, say
+        self.said = set[Any]()  # keys of lines
         self.idle: dict[EnvSpec, list[PooledEnv]] = defaultdict(list)
         self.lent: set[PooledEnv] = set()  # to episodes
-        self.step_seconds: dict[EnvSpec, deque[float]] = defaultdict(partial(deque, maxlen=64))
+        # groups of calls; those for this thread have not begun
+        self.here = deque[tuple[list[EnvCall], Callable[[], list[Outcome]]]]()
+        self.in_order = Calls(1, limit, interrupts=True)
+        self.side_by_side = Calls(max(count, max_heavy or 0), limit, interrupts=True)
+        self.seconds = defaultdict[EnvSpec, float](float)  # of this round's calls here
+        self.folder, self.dtype = os.getcwd(), torch.get_default_dtype()  # before all calls
 
     def borrow(self, spec: EnvSpec) -> Generator[list[EnvCall], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
@@ -51,7 +71,7 @@ class Pool:
         while not self.idle[spec]:
             idle = [env for envs in self.idle.values() for env in envs if env.heavy]
             if not heavy or len(idle) + sum(env.heavy for env in self.lent) < most:
-                self.idle[spec].append(PooledEnv(spec, heavy, self))
+                self.idle[spec].append(PooledEnv(spec, heavy, self.prepare))
             elif idle:
                 self.idle[idle[0].spec].remove(idle[0])
                 yield from self.discard(idle[0])
@@ -72,67 +92,146 @@ class Pool:
             yield [EnvCall(env, env.close)]
         self.lent.remove(env)
 
+    def moves_alone(self) -> bool:
+        """Whether episodes move alone with an environment in use; batches of steps need rounds."""
+        return any(env.made and env.made.alone and not env.steps_together for env in self.lent)
+
     def begin(self, calls: list[EnvCall]) -> None:
-        """Starts calls in threads; the steps of a class with `step_batch` are one call."""
+        """Begins calls; the steps of a class with `step_batch` are one call."""
+        if not (self.here or self.in_order.num_open or self.side_by_side.num_open):
+            self.seconds.clear()
         groups: dict[Any, list[EnvCall]] = defaultdict(list)
         for call in calls:
             together = call.is_step and call.env.steps_together
             groups[call.env.spec if together else call].append(call)
         for key, group in groups.items():
-            make_them = step_together if isinstance(key, str) else make_one
-            kind = group[0].env.spec, group[0].method.__name__
-            self.threads.start(group, kind, partial(make_them, group))
+            make_them = step_together if isinstance(key, EnvSpec) else make_one
+            function, env = partial(self._make, make_them, group), group[0].env
+            if env.waits:  # a program has a limit of its own
+                self.side_by_side.start(group, function, limited=not is_program(env.spec))
+            elif can_call_here():
+                self.here.append((group, function))
+            else:
+                self.in_order.start(group, function)
 
-    def ended(self, wait: float) -> dict[Any, Outcome]:
-        """The outcome of each call that has ended, after at most `wait` seconds."""
+    def ended(self, wait: float, on_progress: Callable[[], None]) -> dict[Any, Outcome]:
+        """The outcome of each call that has ended, after at most `wait` seconds.
+
+        Quick calls are made meanwhile; `on_progress` is called once a second of a long one.
+        """
+        made, until = list[tuple[Any, Outcome]](), time.monotonic() + POLL
+        while self.here and time.monotonic() < until:
+            group, function = self.here.popleft()
+            made.append((group, self._call_here(group[0], function, on_progress)))
+        for calls in (self.in_order, self.side_by_side):
+            made += calls.ended(0.0 if made or not calls.num_open else wait)
         outcomes: dict[Any, Outcome] = {}
-        for calls, (found, error), seconds in self.threads.ended(wait):
-            if calls and calls[0].is_step:
-                self.step_seconds[calls[0].env.spec].append(seconds)
-            for i, call in enumerate(calls):  # an exception is that of all of them
+        for group, (found, error) in made:
+            if isinstance(error, TimeLimit):
+                self._restore()
+            if group:
+                self._say_if_long(group[0], 0.0, None)
+            for i, call in enumerate(group):  # an exception is that of all of them
                 outcomes[call] = (None, error) if error else found[i]
         return outcomes
 
-    def answers_late(self) -> bool:
-        """Whether the steps of an environment in use take long. Batches of steps need rounds."""
-        return any(
-            statistics.median(self.step_seconds[spec]) > LATE
-            for spec in {env.spec for env in self.lent if not env.steps_together}
-            if self.threads.is_parallel((spec, "step")) and len(self.step_seconds[spec]) >= ENOUGH
-        )
-
     def abandon(self) -> None:
         """Forgets all calls; closes the environments in use, but for those still at work."""
-        at_work = {call.env for calls in self.threads.clear() for call in calls}
-        for env in self.lent - at_work:
-            self.threads.start([], (env.spec, "close"), env.close)
+        self.here.clear()
+        under_way = [*self.in_order.clear(), *self.side_by_side.clear()]
+        at_work = {call.env for group in under_way for call in group}
+        for env in self.lent:
+            if is_program(env.spec) or env not in at_work:
+                (self.side_by_side if env.waits else self.in_order).start([], env.close)
         self.lent.clear()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.in_order.close()
+        self.side_by_side.close()
+
+    def say_once(self, line: str, key: Any = None) -> None:
+        """Says a line, unless one with its `key` was said before; None: the line itself."""
+        if (key or line) not in self.said:
+            self.said.add(key or line)
+            self.say(line)
+
+    def _call_here(
+        self, call: EnvCall, function: Callable[[], Any], on_progress: Callable[[], None]
+    ) -> Outcome:
+        """Makes a quick call in this thread."""
+
+        def look(seconds: float, frame: FrameType | None) -> None:
+            self._say_if_long(call, seconds, frame)
+            with suppress(RuntimeError):  # the call was writing to the terminal
+                on_progress()
+
+        return call_here(function, self.in_order.limit, look)
+
+    def _make(
+        self, make_them: Callable[[list[EnvCall]], list[Outcome]], group: list[EnvCall]
+    ) -> list[Outcome]:
+        """Makes a call in any thread. What all calls share is then as it was."""
+        env, since, is_new = group[0].env, time.monotonic(), group[0].env.game is None
+        self._restore()  # a call that was given up may have gone on
+        try:
+            with torch.enable_grad():
+                outcomes = make_them(group)
+        finally:
+            has_moved = self._restore()
+        if not is_new:  # to build one may take long
+            self.seconds[env.spec] += time.monotonic() - since
+        if has_moved and is_program(env.spec):  # another program may have left the folder
+            self.say_once("an agent changed the working directory, which all share: the run "
+                          "changed it back")  # fmt: skip
+        elif has_moved:
+            raise RuntimeError("the environment changed the working directory")
+        return outcomes
+
+    def _restore(self) -> bool:
+        """Restores the working directory, which the run's paths need, and PyTorch's dtype; whether
+        the directory was another one."""
+        torch.set_default_dtype(self.dtype)
+        with suppress(OSError):  # the new one may be deleted already
+            if os.getcwd() == self.folder:
+                return False
+        os.chdir(self.folder)
+        return True
+
+    def _say_if_long(self, call: EnvCall, seconds: float, frame: FrameType | None) -> None:
+        """Names a quick environment whose calls in this round, the last one with `seconds` so far,
+        are not quick."""
+        env, name = call.env, call.method.__name__
+        if not env.waits and self.seconds[env.spec] + seconds >= LONG:
+            where = place_of(TimeLimit().with_traceback(traceback_of(frame)))
+            line = f"{env.spec.short}: {name}() takes long: {LONG:g} s of one round so far{where}"
+            self.say_once(line + WAITS, env.spec)
 
 
 class PooledEnv:
-    """One environment of a pool; its first reset builds it, in a thread."""
+    """One environment of a pool; its first reset builds it."""
 
-    def __init__(self, spec: EnvSpec, heavy: bool, pool: Pool):
-        self.spec, self.heavy, self.pool = spec, heavy, pool
+    def __init__(self, spec: EnvSpec, heavy: bool, prepare: Callable[[Env], Env]):
+        self.spec, self.heavy, self.prepare = spec, heavy, prepare
         self.game: Any = None  # a MultiAgentEnv
         self.made: Any = None  # the same, but of one player an Env
         self.is_single = self.steps_together = False
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         if self.game is None:
-            made: Any = make(self.spec)
+            made = self.build()
             if isinstance(made, Env):
                 self.is_single, self.steps_together = True, has_step_batch(made)
-                made = self.pool.prepare(made)
-            if not made.thread_safe:
-                self.pool.threads.alone.add(self.spec)
-            if made.main_thread:
-                self.pool.threads.in_main.add(self.spec)
-            if is_program(self.spec):
-                made.waits = False  # no call takes longer than a moment
-                self.pool.threads.draws_freely.add(self.spec)  # programs draw at the same time
+                made = self.prepare(made)
             self.made, self.game = made, as_multi(made)
         return self.game.reset(seed)
+
+    def build(self) -> Any:
+        with FIRST:  # alone: it imports modules and reads data that the others share
+            is_first = self.spec not in BUILT
+            made = make(self.spec) if is_first else None
+            BUILT.add(self.spec)
+        return made or make(self.spec)
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         return self.checked(self.game.step(responses))
@@ -143,6 +242,11 @@ class PooledEnv:
     def close(self) -> None:
         if self.game is not None:
             self.game.close()
+
+    @property
+    def waits(self) -> bool:
+        """Whether its calls wait for something; once it is built, the instance may say so."""
+        return bool(self.made.waits if self.made else self.spec.declares("waits"))
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

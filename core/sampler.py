@@ -82,6 +82,7 @@ class Sampler(ABC):
     """Samples completions, possibly with memory that it holds only inside `with sampler:`."""
 
     say: Callable[[str], None] = print  # prints one line
+    alone = False  # whether episodes move alone: a server answers each request when it can
     constrains = False  # whether it follows the `matcher` of a request
     remark = ""  # one line about this sampler that the run shows when it starts
     sync_seconds: float | None = None  # of the last `sync`; None: it copies no weights

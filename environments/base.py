@@ -202,18 +202,22 @@ class Response(str):
 class Instance:
     """What environments for one agent and for several have in common.
 
-    `thread_safe`: whether several instances may be called at the same time, from any thread. Set it
-    to False for a class that shares state between instances, or whose library does: then one
-    thread, which is not the main one, makes all its calls.
-    `main_thread`: whether the main thread makes the calls after the first `reset`, one at a time,
-    because they need it, such as for `signal.alarm`.
+    `waits`: whether its calls wait for something, such as a server, a process or a judge. Then
+    those of several instances are made side by side, each in a thread; all others are made one
+    after the other, in the order of their episodes.
+    `alone`: whether an episode goes on as soon as its own answers are there, and does not wait for
+    the others: faster where some take much longer than others. A run that is repeated may then
+    differ in the last digits.
+    `main_thread`: whether its calls need the main thread, as `signal.alarm` does. --overlap, which
+    plays in another one, then refuses it.
     `heavy`: whether each instance has a process, a container or a connection of its own. Then at
     most --env-instances of them exist at the same time.
     `meanings`: for a number in `Step.info`, what its mean over rollouts is. Screen, picture and
     report show it.
     """
 
-    thread_safe: bool = True
+    waits: bool = False
+    alone: bool = False
     main_thread: bool = False
     heavy: bool = False
     meanings: Mapping[str, str] = {}

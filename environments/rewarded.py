@@ -106,6 +106,7 @@ class Rewarded(Env):
                 raise UsageError(f"reward: {name} is no function, or given twice")
         weights = weights or (1.0,) * len(names)
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
+        self.waits = all(map(inspect.iscoroutinefunction, functions))
         self.prompt = prompt
         self.train, self.test, self.columns = load(data, prompt, config, split)
 

@@ -17,6 +17,7 @@ from conftest import AGENTS, wait_for_the_end_of
 
 from core import pool
 from core.batching import to_tokens
+from core.calls import in_thread
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents
@@ -164,7 +165,7 @@ def write(tmp_path):
 
 def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, say=None, **options):
     collector = RolloutCollector(policy, max_turns, **options)
-    collector.pool.threads.say = say or collector.pool.threads.say
+    collector.pool.say = say or collector.pool.say
     collector.play_program = partial(agents.play_program, collector)
     tasks = [Task(spec, seed, seed) for seed in range(num)]
     try:
@@ -423,9 +424,45 @@ async def run(task, base_url, api_key):
     return count
 """)
     for _ in range(2):
-        rollouts = collect(policy, spec, 3, env_workers=1)  # no call waits for a program
+        rollouts = collect(policy, spec, 3)
         assert [(r.error, len(r.turns)) for r in rollouts] == [("", 2)] * 3
         assert all(r.episode_return >= 3 for r in rollouts)
+
+
+BLOCKS = """
+import threading
+ONE = threading.Lock()
+def run(task, client):
+    with ONE:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("alone", ["", "true"])
+def test_programs_that_wait_for_each_other_are_passed_over(policy, write, monkeypatch, alone):
+    monkeypatch.setattr(agent.AgentProgram, "patience", 0.1)
+    said = []
+    rollouts = collect(policy, write(BLOCKS, alone=alone), 4, say=said.append)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
+    assert said == ([] if alone else [agent.BLOCKED])
+
+
+def test_a_program_waits_for_the_slowest_one_so_that_a_run_repeats(policy, write):
+    """The samplers get the requests of a round in one piece, whatever time each program takes."""
+    spec = write("""
+import time
+def run(task, client):
+    for turn in range(2):
+        time.sleep(0.05 * ((task["n"] + turn) % 3))
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return 1.0
+""")
+    sampler, sizes = TorchSampler(policy), []
+    step = sampler.step
+    sampler.step = lambda: sizes.append(len(sampler.waiting)) or step()
+    collect(policy, spec, 6, max_tokens=1, sampler=sampler)
+    assert sizes == [6, 6]
 
 
 def test_time_in_which_another_program_keeps_the_loop_is_not_the_programs(
@@ -445,18 +482,20 @@ async def run(task):
     await asyncio.sleep(600)
 """, timeout=900)  # fmt: skip
     first, second = make(spec), make(spec)
-    first.waits = second.waits = False
-    first.reset(0)
+    waits = [in_thread(partial(first.reset, 0))]
     wait_for((tmp_path / "begun").exists)
-    second.reset(1)
-    loop, now = second.play.task[1], time.monotonic
+    waits.append(in_thread(partial(second.reset, 1)))
+    wait_for(lambda: second.play is not None and second.play.task is not None)
+    loop = second.play.task[1]
     wait_for(lambda: event_loop.at_work(loop) is not None)
-    assert second.play.waits_for_another() and not first.play.waits_for_another()
-    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: 1000 + now()))
-    second.step("")
-    with pytest.raises(TimeoutError, match="did nothing for 900 seconds"):
-        first.step("")
-    second.step("")
+    wait_for(second.play.waits_for_another)
+    assert not first.play.waits_for_another()
+    second.timeout, looks = 0.0, second.num_looks
+    wait_for(lambda: second.num_looks > looks + 2)
+    assert not waits[1].done()
+    first.timeout, second.timeout = 0.0, 900.0
+    with pytest.raises(TimeoutError, match="did nothing for 0 seconds"):
+        waits[0].result(60)
     wait_for(lambda: event_loop._loop() is not loop)  # others get a loop of their own
     first.function.__globals__["ended"].set()
     second.close()
@@ -587,11 +626,12 @@ def test_a_thread_that_has_ended_is_not_interrupted(monkeypatch):
 
 def test_a_reset_ends_the_program_of_the_episode_before(write):
     env = make(write("def run(task):\n    while True: pass"))
-    env.waits = False
-    env.reset(0)
+    in_thread(partial(env.reset, 0))
+    wait_for(lambda: env.play is not None and hasattr(env.play, "thread"))
     first = env.play.thread
-    env.reset(1)
+    in_thread(partial(env.reset, 1))
     wait_for(lambda: not first.is_alive())
+    wait_for(lambda: env.play is not None and env.play.thread is not first)
     assert env.play.thread.is_alive()
     env.close()
 

@@ -112,7 +112,7 @@ def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_gro
     one_turn(reset=reset)
     tasks = [Task("one", seed, g) for g, seed in enumerate((3, 4, DEMO_SEEDS[0], EVAL_SEEDS[3]))]
     collector, said = RolloutCollector(policy, 1), []
-    collector.pool.threads.say = said.append
+    collector.pool.say = said.append
     rollouts = collector.collect([t for t in tasks for _ in range(3)], Scripted(policy), PARAMS)
     [drawn], own, [shown], held_out = ({r.seed for r in rollouts[i : i + 3]} for i in (0, 3, 6, 9))
     assert drawn != 3 and drawn in TRAIN_SEEDS

@@ -94,7 +94,7 @@ LACKING = set(
     os.register_at_fork signal.SIGHUP signal.SIGKILL signal.SIGUSR1 signal.SIGUSR2 signal.SIGQUIT
     signal.SIGCHLD signal.SIGPIPE signal.pause signal.pthread_kill signal.pthread_sigmask
 """.split()
-)  # and signal.SIGALRM with its timer: core/threads.py asks for it in another function
+)  # and signal.SIGALRM with its timer: core/calls.py asks for it in another function
 ASKS = re.compile(r"hasattr\((os|signal), |os\.name|sys\.platform|suppress\(.*ImportError")
 
 

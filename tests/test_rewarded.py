@@ -369,9 +369,9 @@ def test_functions_may_need_the_main_thread(policy):
 def test_a_call_ends_at_its_limit(policy, name):
     before = signal.getsignal(signal.SIGALRM)
     rollouts, _ = play(policy, f"rewards.py:{name}", ["letter_counting"], env_timeout=0.3)
-    assert [r.error for r in rollouts[:3]] == [
-        "TimeLimit: no answer in 0.3 seconds (--env-timeout)"
-    ] * 3
+    line = " (rewards.py, line " if name == "loops" else ""  # "meets" waits in the event loop
+    said = f"TimeLimit: no answer in 0.3 seconds (--env-timeout){line}"
+    assert all(r.error.startswith(said) for r in rollouts[:3])
     assert not rollouts[3].error and signal.getsignal(signal.SIGALRM) == before
 
 

@@ -344,9 +344,9 @@ def test_a_request_that_hangs_is_answered_elsewhere(start, servers):
     ended = []
     while not (asked(one)[1:] and ended):
         ended += sampler.step()
-    sampler.threads.limit = 0.0  # what is open now has been open for too long
+    sampler.calls.limit = 0.0  # what is open now has been open for too long
     sampler._advance()
-    sampler.threads.limit = 1e9
+    sampler.calls.limit = 1e9
     while len(ended) < 2:
         ended += sampler.step()
     assert any("no answer in" in line for line in sampler.lines)

@@ -61,7 +61,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     """One episode of a program, from its first request to its reward."""
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
-    say_once = collector.pool.threads.say_once
+    say_once = collector.pool.say_once
     if collector.renderer.drop_thinking:
         say_once("--thinking drop does nothing for agents: their programs decide what is sent back")
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)

@@ -272,7 +272,7 @@ def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
     """What plays the tasks of a run with a policy."""
     collector = RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-        system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer,
+        system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer, say=_note,
     )  # fmt: skip
     collector.play_program = partial(agents.play_program, collector)
     return collector

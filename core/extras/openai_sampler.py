@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from core.calls import Calls, Outcome, TimeLimit
 from core.chat_template import content_and_calls
 from core.config import is_installed
 from core.extras.keys import api_key, safe_line, without_keys
@@ -24,7 +25,6 @@ from core.faults import UsageError
 from core.policy import Policy
 from core.sampler import Request, Sampler
 from core.seeds import derive_seed
-from core.threads import Outcome, Threads, TimeLimit
 from core.types import Completion, Message
 
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
@@ -34,7 +34,6 @@ WAIT_S = 0.01  # for an answer, in one step
 CONCURRENCY = 8  # requests that are sent at once
 TIMEOUT_S = 600.0  # of one request with its retries; then its episode fails
 STOPPED = "stopped"
-SEND = ("", "send")  # the kind of all calls of the threads
 
 
 class RequestError(RuntimeError):
@@ -47,6 +46,8 @@ class OpenAISampler(Sampler):
     Raises UsageError if the package openai is missing, or no header can hold the API key.
     """
 
+    alone = True
+
     def __init__(self, policy: Policy, base_url: str, model: str):
         if not is_installed("openai"):
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
@@ -55,8 +56,7 @@ class OpenAISampler(Sampler):
 
         self.policy, self.base_url, self.model = policy, base_url, model
         # a thread that waits for a server would run no Python code to be interrupted in
-        self.threads = Threads(CONCURRENCY, TIMEOUT_S, own=True)
-        self.threads.slow.add(SEND)  # so each call has a thread
+        self.calls = Calls(CONCURRENCY, TIMEOUT_S)
         self.client: Any = openai.OpenAI(
             base_url=base_url,
             api_key=key or "none",  # the client requires one
@@ -81,15 +81,15 @@ class OpenAISampler(Sampler):
         """Sends `request.chat`, once fewer than CONCURRENCY requests are open."""
         self.open.add(request)
         if not self.closed_because:
-            self.threads.start(request, SEND, partial(self._answer, request))
+            self.calls.start(request, partial(self._answer, request))
 
     def step(self) -> list[tuple[Request, Completion]]:
         """Waits a moment for answers. A request that failed has a Completion with an `error`.
 
         Raises UsageError once no request is open if none has ever succeeded.
         """
-        outcomes = self.threads.ended(WAIT_S)
-        ended = [(r, self._completion(outcome)) for r, outcome, _ in outcomes if r in self.open]
+        outcomes = self.calls.ended(WAIT_S)
+        ended = [(r, self._completion(outcome)) for r, outcome in outcomes if r in self.open]
         self.open -= {request for request, _ in ended}
         if self.closed_because:
             ended += [(request, _failed(self.closed_because)) for request in self.open]
@@ -104,14 +104,14 @@ class OpenAISampler(Sampler):
             self.num_empty = None  # says it once
 
     def clear(self) -> None:
-        self.threads.clear()
+        self.calls.clear()
         self.open.clear()
 
     def stop(self) -> None:
         self.closed_because = STOPPED
 
     def close(self) -> None:
-        self.threads.close()
+        self.calls.close()
         self.client.close()
 
     def _completion(self, outcome: Outcome) -> Completion:

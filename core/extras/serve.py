@@ -65,8 +65,7 @@ def main(flags: Flags, chat_flags: chat.Flags, cfg: Config) -> int:
 def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
     """Answers requests for ever, all together, each token with the settings of its request."""
     policy, renderer = speaker.policy, speaker.collector.renderer
-    speaker.collector.pool.threads.say = chat._note
-    say_once = speaker.collector.pool.threads.say_once
+    say_once = speaker.collector.pool.say_once
     running = dict[Request, tuple[Ask, Prompt, SamplingParams]]()
 
     def draw_each(logits: Tensor, _: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:

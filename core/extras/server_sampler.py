@@ -35,6 +35,7 @@ import httpx
 import torch
 
 from core import canary, distributed
+from core.calls import Calls, TimeLimit
 from core.config import server_urls
 from core.extras import weight_transfer
 from core.extras.keys import api_key, safe_line
@@ -43,7 +44,6 @@ from core.nanollm import MAX_GAP
 from core.policy import Policy
 from core.sampler import Request, Sampler, completion_limit, to_completion
 from core.seeds import derive_seed
-from core.threads import Threads, TimeLimit
 from core.types import Completion
 
 WAIT_S = 0.01  # for an answer, in one step
@@ -60,7 +60,6 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SAMPLE = "/inference/v1/generate"  # token ids in, token ids out
 TAKES_NO_WEIGHTS = """it takes no weights: start it with VLLM_SERVER_DEV_MODE=1 and \
 --weight-transfer-config '{"backend": "nccl"}', or add --lora-rank"""
-CALL = ("", "call")  # the kind of all calls of the threads
 
 
 class Lost(RuntimeError):
@@ -98,6 +97,8 @@ class ServerSampler(Sampler):
     kind of log-probs.
     """
 
+    alone = True
+
     def __init__(self, policy: Policy, base_url: str, adapter_folder: str):
         key = api_key()
         self.policy, self.folder = policy, Path(adapter_folder).absolute()
@@ -116,9 +117,7 @@ class ServerSampler(Sampler):
         self.stopped = self.started = False
         self.limit = PATIENCE_S + TOKEN_S * policy.max_length
         # twice as many: a call to a lost server occupies its thread for a while
-        threads = 2 * PER_SERVER * len(self.servers)
-        self.threads = Threads(threads, self.limit, own=True)
-        self.threads.slow.add(CALL)  # so each call has a thread
+        self.calls = Calls(2 * PER_SERVER * len(self.servers), self.limit)
         self.client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=False,
@@ -178,7 +177,7 @@ class ServerSampler(Sampler):
         return self
 
     def clear(self) -> None:
-        self.threads.clear()
+        self.calls.clear()
         self.waiting.clear()
         self.done = []
         for server in self.servers:
@@ -196,7 +195,7 @@ class ServerSampler(Sampler):
     def close(self) -> None:
         """Ends all calls; the servers and the folder forget the adapters."""
         self.clear()
-        self.threads.close()
+        self.calls.close()
         well = [server for server in self.servers if not server.lost]  # NCCL would wait for others
         for server in well if distributed.rank() == 0 else []:
             with suppress(Lost, UsageError):
@@ -243,7 +242,7 @@ class ServerSampler(Sampler):
 
     def _advance(self) -> None:
         """Reads answers, looks at the servers where that is due, and sends what waits."""
-        for call, (answer, error), _ in self.threads.ended(WAIT_S):
+        for call, (answer, error) in self.calls.ended(WAIT_S):
             if call in call.server.calls:  # if not, another server has the request
                 call.server.calls.discard(call)
                 self._read(call, answer, error)
@@ -303,7 +302,7 @@ class ServerSampler(Sampler):
                 server.calls.add(call)
                 server.check_at = monotonic() + HEALTH_S
                 look = partial(self._check, server.url, server.name, self.name)
-                self.threads.start(call, CALL, look)
+                self.calls.start(call, look)
 
     def _admit(self, server: Server, found: dict[str, Any]) -> None:
         """The server is well. Raises UsageError if its model is another one."""
@@ -373,7 +372,7 @@ class ServerSampler(Sampler):
         limit = completion_limit(self.policy, request)
         ask = partial(self._sample, home.url, self.name, request.prompt, limit,
                       request.params.temperature, seed, self.policy.stop_ids)  # fmt: skip
-        self.threads.start(call, CALL, ask)
+        self.calls.start(call, ask)
 
     # what follows runs in threads
 

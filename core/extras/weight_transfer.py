@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from core import distributed
+from core.calls import T, in_thread
 from core.faults import UsageError
 from core.policy import Policy
-from core.threads import T, in_thread
 
 CONNECT_S, SEND_S = 120.0, 600.0  # NCCL would wait for a server without end
 Post = Callable[[str, dict[str, Any]], None]  # asks the server: a path and a JSON body

@@ -355,8 +355,9 @@ def _make_collector(
     collector = RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
         env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
+        say=say,
     )  # fmt: skip
-    collector.pool.threads.say, collector.opponents = say, opponents
+    collector.opponents = opponents
     collector.shows_right = "feedback" in config.needs(cfg)
     if any(map(is_agent_program, envs)):
         from core.extras import agents

@@ -1,7 +1,7 @@
 """--overlap: while an update trains, a thread plays the episodes of the next one.
 
 The thread plays with the weights from before the update. --staleness 1 does the same, first playing
-and then training, and has the same metrics, to the bit (unless slow environments let each episode
+and then training, and has the same metrics, to the bit (unless an environment lets its episodes
 move alone: then two runs differ by rounding). --overlap saves at most the shorter of these times.
 The thread has a copy of the policy: with LoRA of its adapters, else of all weights.
 """
@@ -13,11 +13,11 @@ from copy import deepcopy
 
 from torch import Tensor
 
+from core.calls import in_thread
 from core.faults import Stopped
 from core.policy import Policy, copy_weights
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
-from core.threads import in_thread
 from core.types import Played
 
 LINE = 64  # bytes of a cache line, and of a register of AVX-512

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from core.calls import in_thread, interrupt
 from core.faults import UsageError
-from core.threads import in_thread, interrupt
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
 from core.workshop.mistakes import advantages_as_given, changed_solution, mistakes_in

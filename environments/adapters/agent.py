@@ -54,7 +54,8 @@ from environments.plumbing.registry import import_attribute, place_of
 from environments.plumbing.tools import read_calls
 from environments.rewarded import draw, load
 
-POLL = 0.5  # seconds that a call waits at most; each look interrupts the sampling
+POLL = 0.5  # seconds between two looks of a call at its program
+SILENCE = 10.0  # seconds without a word of any program, until those that ask do not wait on
 INTERVAL = 0.5  # seconds between interruptions of a program that must end
 SWITCH = 5e-4  # seconds until another thread's turn: a program may compute without an end
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
@@ -72,6 +73,11 @@ SHARED = (
     " each client in the function, with the base_url and the api_key that this gets: a client of"
     " the module, the default client of a library and variables such as OPENAI_API_KEY are those of"
     " all copies. A command= shares nothing"
+)
+BLOCKED = (
+    f"programs that asked waited {SILENCE:g} s for one that did not ask or end, as if it waited for"
+    f" them: from now on they wait {POLL:g} s for each other, so that a run which is repeated may"
+    " differ in the last digits. With alone=true they never wait"
 )
 STILL = {"role": "user", "content": "(the program has not asked yet)"}
 
@@ -139,15 +145,18 @@ class AgentProgram(Env):
     with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, as
     module.Name; `error_reward`: what they earn at most; `timeout`: seconds between two requests,
     and until the program ends after its last one; `host`: the address of this machine at which
-    programs in containers reach the endpoint."""
+    programs in containers reach the endpoint; `alone`: as `Env.alone`, for programs that take
+    different times or wait for each other."""
 
-    is_program = True  # core/extras/agents.py answers its requests
+    is_program = waits = True  # core/extras/agents.py answers its requests
+    heard = 0.0  # when a program of this process last asked or ended, or was answered
+    patience = SILENCE
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
 
     def __init__(
         self, run: str = "", command: str = "", data: str = "", zero_on: tuple[str, ...] = (),
         error_reward: float = 0.0, timeout: float = 300.0, config: str = "", split: str = "train",
-        host: str = endpoint.HOST,
+        host: str = endpoint.HOST, alone: bool = False,
     ):  # fmt: skip
         if bool(run) == bool(command):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
@@ -166,6 +175,7 @@ class AgentProgram(Env):
         self.train, self.test, _ = load(data, "", config, split)
         self.zero_on = tuple(map(_exception, zero_on))
         self.error_reward, self.timeout, self.host = _number(error_reward), timeout, host
+        self.alone = alone
         try:
             if socket.gethostbyname(host) == "0.0.0.0":  # all: no program can ask there
                 raise OSError(0, "that is no single address")
@@ -177,7 +187,6 @@ class AgentProgram(Env):
         self.num_looks = 0  # one after the other, that found the event loop with another program
         self.remark = ""  # to be said once
         self.play: Play | None = None  # None: it has ended
-        self.waits = True  # whether reset and step wait for a request, however long that takes
         self.since = 0.0  # when the program was started, or was last answered
         self.asks: list[Ask] = []  # that wait for an answer
         self.turns: list[float] = []  # the rewards of single answers, at the end
@@ -193,8 +202,8 @@ class AgentProgram(Env):
         work = self._run_function if self.function else self._run_command
         play.thread = threading.Thread(target=self._run, args=(work, play, {**row}), daemon=True)
         play.thread.start()
-        if not self._wait():
-            self._outcome()  # raises: nothing was answered
+        if not self._wait(play):
+            self._outcome(play)  # raises: nothing was answered
         messages = self.asks[0].messages if self.asks else [STILL]
         return [{"role": m["role"], "content": m["content"]} for m in messages]
 
@@ -206,11 +215,13 @@ class AgentProgram(Env):
         for ask in self.asks:
             if not ask.done.is_set():
                 ask.reply([_choice(response)], 0)
-        if self._wait():
+        play = self.play
+        assert play
+        if self._wait(play):
             last = self.asks[0].messages[-1] if self.asks else STILL
             message: Message = {"role": last["role"], "content": last["content"][:MAX_MESSAGE]}
             return Step(message, 0.0, False, {"correct": False, "agent_error": 0})
-        return self._outcome()
+        return self._outcome(play)
 
     def refuse(self, ask: Ask, reason: str, code: str) -> None:
         """Refuses a request beyond a limit, which cuts the episode."""
@@ -222,42 +233,49 @@ class AgentProgram(Env):
             self.play.stop()
             self.play = None
 
-    def _wait(self) -> bool:
-        """Waits for requests, or for a moment; False once the program has ended.
+    def _wait(self, play: Play) -> bool:
+        """Waits for requests; False once the program has ended. Where others wait for their answers
+        and no program says anything, this one is passed over: it may wait for one of them.
 
         Raises TimeoutError.
         """
-        assert self.play
+        session, program = play.session, AgentProgram  # what all copies share
+        program.heard = time.monotonic()
         try:
             while True:
-                found = self.play.session.receive(POLL)
+                found = session.receive(min(POLL, program.patience))
                 self.asks = found or []
-                if self.play.session.used_other_key:
+                if session.used_other_key:
                     raise EndRun(f"an agent asked with the API key of another episode: {SHARED}")
-                if len(refusals := self.play.session.refusals) > MAX_REFUSED:
+                if len(refusals := session.refusals) > MAX_REFUSED:
                     raise TimeoutError(f"{MAX_REFUSED} requests got no answer: {refusals[-1]}")
+                now = time.monotonic()
                 if found is None or found:
+                    program.heard = now
                     return found is not None
-                if self.play.waits_for_another():
-                    self.since = time.monotonic()
+                if play.waits_for_another():
+                    self.since = now
                     self.num_looks += 1
                     if self.num_looks >= LOOKS:
                         self.remark = KEPT
                 else:
                     self.num_looks = 0
-                if time.monotonic() - self.since > self.timeout:
+                if now - self.since > self.timeout:
                     raise TimeoutError(f"the program did nothing for {self.timeout:g} seconds")
-                if not self.waits:
+                is_silent = now - program.heard >= program.patience
+                if is_silent and not self.alone and session.endpoint.others_wait(session):
+                    if program.patience > POLL:
+                        program.patience, self.remark = POLL, BLOCKED
                     return True
         except BaseException:  # that of --env-timeout, too
             self.close()
             raise
 
-    def _outcome(self) -> Step:
+    def _outcome(self, play: Play) -> Step:
         """The last step. Raises what went wrong, unless the policy caused it."""
-        assert self.play
-        play, self.play = self.play, None
         play.session.close()
+        if self.play is play:
+            self.play = None
         error = play.error
         if self.function and not play.session.has_asked and (not error or _status_failed(error)):
             raise EndRun("an agent ended and had not asked with its own API key: it sent no request"

@@ -239,6 +239,10 @@ class Endpoint:
             raise Refused(401, "this API key is that of no running episode", "invalid_api_key")
         return session
 
+    def others_wait(self, session: Session) -> bool:
+        """Whether a request of another session waits for its answer."""
+        return any(other.waiting for other in [*self.sessions.values()] if other is not session)
+
     def close(self) -> None:
         """Stops listening."""
         self.server.shutdown()

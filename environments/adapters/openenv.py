@@ -42,7 +42,7 @@ class OpenEnv(Env):
     """`url`: address of the server; `field`: the field of its action that takes the text, or the
     fields, separated by spaces. Raises UsageError if the server's schema has others."""
 
-    heavy = True
+    heavy = waits = True
 
     def __init__(self, url: str = "http://127.0.0.1:8000", field: str = "message") -> None:
         self.client_class = import_library("openenv.core").GenericEnvClient

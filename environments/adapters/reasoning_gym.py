@@ -57,8 +57,6 @@ class ReasoningGym(Env):
     `options`: settings of the dataset, such as min_terms=5.
     """
 
-    thread_safe = False  # the library has state that all instances share
-
     def __init__(self, dataset: str = "basic_arithmetic", **options: Any) -> None:
         if reserved := {"size", "seed"} & options.keys():
             raise UsageError(f"{min(reserved)} is set for each task; remove it")

@@ -72,7 +72,7 @@ class Remote(Env):
     `timeout`: seconds until each answer.
     """
 
-    heavy = True
+    heavy = waits = True
 
     def __init__(self, env: str = "", command: str = "", timeout: float = 10.0) -> None:
         if bool(env) == bool(command):

@@ -37,8 +37,6 @@ MAX_PLAYERS = 20
 class TextArena(MultiAgentEnv):
     """`id`: name of the game; `players`: their number, 0 for the fewest that the game allows."""
 
-    thread_safe = False  # the library has state that all instances share
-
     def __init__(self, id: str = "TicTacToe-v0", players: int = 0) -> None:
         check_range("players", players, 0, MAX_PLAYERS)
         self.id, self.textarena = id, import_library("textarena")

@@ -46,8 +46,6 @@ INTERPRETER_COMMANDS = set(
 class TextWorld(Env):
     """`level`: difficulty, 1 to 5; `hints`: whether to list the commands that the game accepts."""
 
-    thread_safe = False  # the library has state that all instances share
-
     def __init__(self, level: int = 1, hints: bool = False) -> None:
         check_range("level", level, 1, max(LEVELS))
         self.textworld, self.level, self.hints = import_library("textworld"), level, hints

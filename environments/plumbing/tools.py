@@ -211,13 +211,14 @@ class ToolEnv(Env):
     def __init__(self, env: Env, read_calls: ReadCalls = read_calls):
         """`read_calls`: finds the calls in a response."""
         self.env, self.read_calls = env, read_calls
-        self.tools, self.thread_safe, self.main_thread = env.tools, env.thread_safe, env.main_thread
+        self.tools, self.waits, self.alone = env.tools, env.waits, env.alone
         self.schemas: list[dict[str, Any]] = []
 
     def reset(self, seed: int) -> list[Message]:
         """Starts an episode. Raises UsageError for a tool without type hints or a docstring."""
         messages = self.env.reset(seed)
         self.tools, self.schemas = self.env.tools, schemas(self.env)
+        self.waits = self.waits or any(map(inspect.iscoroutinefunction, self.tools))
         self.num_calls, self.num_errors = 0, 0
         self.info: dict[str, Any] = {"correct": False}
         return messages

@@ -1,10 +1,12 @@
-"""Slow environments are called at the same time; results do not depend on the threads."""
+"""Quick environments are called in order, those that wait side by side, each within its limit."""
 
 import asyncio
+import os
 import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -12,15 +14,16 @@ import torch
 from test_env_failures import OneTurn
 from test_episodes import PARAMS, Scripted, message
 
-from core import pool, threads
+from core import calls, pool
+from core.calls import Calls, call_here
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras.tools import ToolRenderer
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
-from core.threads import Threads
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.plumbing import registry
+from environments.plumbing.registry import place_of
 
 
 @pytest.fixture
@@ -36,34 +39,52 @@ def tasks(number):
     return [Task("slow", seed, seed) for seed in range(number)]
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """One call of over 10 ms makes its kind slow."""
-    monkeypatch.setattr(threads, "PATIENCE", 0.0)
+HAS_ALARM = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no alarm")
 
 
-def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
-    policy, register, impatient
-):
-    class Fussy(OneTurn):
-        thread_safe, seen = False, set()
+@pytest.fixture(params=["here", "in one thread", "side by side"])
+def way(request, monkeypatch):
+    """The three ways in which a pool calls environments."""
+    if request.param == "here" and not hasattr(signal, "SIGALRM"):
+        pytest.skip("Windows has no alarm")
+    if request.param == "in one thread":  # as under --overlap, and on Windows
+        monkeypatch.setattr(pool, "can_call_here", lambda: False)
+    if request.param == "side by side":
+        monkeypatch.setattr(OneTurn, "waits", True)
+        monkeypatch.setattr(Uneven, "waits", True)
+    return request.param
 
+
+def test_quick_environments_are_called_by_one_thread_in_order(policy, register, way):
+    class Seen(OneTurn):
         def step(self, response):
-            self.seen.add(threading.current_thread())
-            time.sleep(0.02)
+            seen.append((threading.current_thread(), random.random()))
             return super().step(response)
 
-    register(Fussy)
-    collector = RolloutCollector(policy, 4)
-    for _ in range(2):
-        collector.collect(tasks(4), Scripted(policy), PARAMS)
-    assert len(Fussy.seen) == 1 and threading.main_thread() not in Fussy.seen
+    seen, together = [], threading.Barrier(4)
+    if way == "side by side":
+
+        def step(self, response):  # all four wait for each other
+            together.wait(60)
+            seen.append((threading.current_thread(), 0))
+            return OneTurn.step(self, response)
+
+        Seen.step = step
+    register(Seen)
+    random.seed(3)
+    RolloutCollector(policy, 4).collect(tasks(4), Scripted(policy), PARAMS)
+    used = {thread for thread, _ in seen}
+    if way == "side by side":
+        assert len(used) == 4
+    else:
+        assert len(used) == 1 and (threading.main_thread() in used) == (way == "here")
+        random.seed(3)
+        assert [drawn for _, drawn in seen] == [random.random() for _ in range(4)]
 
 
+@HAS_ALARM
 def test_environments_may_run_asyncio_in_a_notebook(policy, register):
     class Asks(OneTurn):
-        main_thread = True
-
         def step(self, response):
             asyncio.run(asyncio.sleep(0))
             return super().step(response)
@@ -75,43 +96,105 @@ def test_environments_may_run_asyncio_in_a_notebook(policy, register):
     assert [r.error for r in asyncio.run(cell())] == ["", ""]
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no alarm")
-def test_the_main_thread_calls_an_environment_that_needs_it(policy, register):
-    """Ctrl-C is not taken for an error of the environment."""
-    seen = []
-
-    class Alarmed(OneTurn):
-        main_thread = True
-
+@HAS_ALARM
+def test_ctrl_c_is_not_taken_for_an_error_of_the_environment(policy, register):
+    class Interrupted(OneTurn):
         def step(self, response):
-            seen.append(threading.current_thread())
-            if len(seen) == 2:
-                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return super().step(response)
 
-    register(Alarmed)
+    register(Interrupted)
     with pytest.raises(KeyboardInterrupt):
         RolloutCollector(policy, 4).collect(tasks(2), Scripted(policy), PARAMS)
-    assert seen == [threading.main_thread()] * 2
 
 
-def test_process_wide_generators_draw_as_if_the_environments_were_alone(
-    policy, register, impatient
-):
-    class Sloppy(OneTurn):
-        def reset(self, seed):
-            random.seed(seed)
+def never(seconds, frame):
+    """A `look` that sees nothing."""
+
+
+@HAS_ALARM
+@pytest.mark.parametrize("own_alarm", [False, True])
+def test_an_endless_loop_ends_at_its_limit_also_after_an_alarm_of_its_own(monkeypatch, own_alarm):
+    monkeypatch.setattr(calls, "LOOK", 0.05)
+
+    def loops():
+        if own_alarm:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            signal.alarm(60)
+            signal.alarm(0)
+        with suppress(calls.Overdue):  # it is raised again
+            while True:
+                sum(range(1000))
+        while True:
+            sum(range(1000))
+
+    def settings():
+        numbers, timers = (signal.SIGALRM, signal.SIGVTALRM), (signal.ITIMER_REAL, 1)
+        return [*map(signal.getsignal, numbers), *map(signal.getitimer, timers)]
+
+    before = settings()
+    value, error = call_here(loops, 0.2, never)
+    assert value is None and str(error) == "no answer in 0.2 seconds (--env-timeout)"
+    assert place_of(error).startswith(" (test_calls.py, line ")
+    assert settings() == before
+
+
+@HAS_ALARM
+def test_who_looks_at_a_call_may_end_it(monkeypatch):
+    """As the first Ctrl-C does."""
+    monkeypatch.setattr(calls, "LOOK", 0.01)
+    looks = []
+
+    def look(seconds, frame):
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise RuntimeError("the run ends")
+
+    with pytest.raises(RuntimeError, match="the run ends"):
+        call_here(lambda: time.sleep(600), 1e9, look)
+    assert len(looks) == 3 and looks == sorted(looks)
+
+
+def test_what_takes_long_is_named_once_and_told_what_to_declare(policy, register, way, monkeypatch):
+    class Long(OneTurn):
+        def step(self, response):
             time.sleep(0.02)
-            return [message(f"{random.random()}")]
+            return super().step(response)
 
-    register(Sloppy)
+    register(Long)
+    monkeypatch.setattr(pool, "LONG", 0.05)
     said = []
-    collector = RolloutCollector(policy, 1)
-    collector.pool.threads.say = said.append
-    rollouts = collector.collect(tasks(8), Scripted(policy), PARAMS)
-    expected = [f"{random.Random(seed).random()}" for seed in range(8)]
-    assert [r.messages[0]["content"] for r in rollouts] == expected
-    assert len(said) == 1 and said[0].startswith("slow: one call at a time, because it draws")
+    collector = RolloutCollector(policy, 1, say=said.append)
+    for _ in range(2):
+        collector.collect(tasks(8), Scripted(policy), PARAMS)
+    if way == "side by side":
+        assert not said
+    else:
+        assert [line.partition(" takes long: ")[0] for line in said] == ["slow: step()"]
+        assert "set waits = True in its class" in said[0]
+
+
+def test_the_working_directory_is_put_back(policy, register, way, tmp_path):
+    class Leaves(OneTurn):
+        def reset(self, seed):
+            self.seed = seed
+            return super().reset(seed)
+
+        def step(self, response):
+            if self.seed == 1:
+                os.chdir(tmp_path)
+            return super().step(response)
+
+    register(Leaves)
+    folder = os.getcwd()
+    assert folder != str(tmp_path)
+    for number in (2, 2):
+        collector = RolloutCollector(policy, 1, env_workers=1)
+        rollouts = collector.collect(tasks(number), Scripted(policy), PARAMS)
+        assert [r.error.partition(" (")[0] for r in rollouts] == [
+            "", "RuntimeError: the environment changed the working directory"
+        ]  # fmt: skip
+        assert os.getcwd() == folder
 
 
 class Uneven(Env):
@@ -127,37 +210,6 @@ class Uneven(Env):
         return Step(
             message(f"{self.left} left") if self.left else None, len(response), not self.left
         )
-
-
-@pytest.fixture
-def no_rounds(monkeypatch):
-    """Every environment counts as slow, so no episode waits for another."""
-    monkeypatch.setattr(threads, "SLOW", 0.0)
-    monkeypatch.setattr(threads, "PATIENCE", 0.0)
-    monkeypatch.setattr(pool, "LATE", 0.0)
-    monkeypatch.setattr(pool, "ENOUGH", 1)
-
-
-def test_slow_environments_are_called_at_the_same_time(policy, register, no_rounds):
-    together = threading.Barrier(8)
-
-    class Meets(OneTurn):
-        """Two turns: the first one shows that it is slow, the second one waits for all others."""
-
-        def reset(self, seed):
-            self.left = 2
-            return super().reset(seed)
-
-        def step(self, response):
-            self.left -= 1
-            if self.left:
-                return Step(message("on"), 0.0, False)
-            together.wait(60)
-            return super().step(response)
-
-    register(Meets)
-    rollouts = RolloutCollector(policy, 4).collect(tasks(8), Scripted(policy), PARAMS)
-    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 8
 
 
 class Pair(MultiAgentEnv):
@@ -180,19 +232,21 @@ class Pair(MultiAgentEnv):
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [(Uneven, 1.0), (Pair, 0.0)])
-def test_slow_calls_change_no_token_and_no_reward(policy, register, request, kind, temperature):
+def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(
+    policy, register, kind, temperature
+):
     register(kind)
     policy.stop_ids = sorted({*range(0, 704, 9), *policy.stop_ids})
     policy.max_length = 150  # some contexts are full
     params = SamplingParams(10, temperature, seed=5)
     one_by_one = RolloutCollector(policy, 3, env_workers=1)
     expected = one_by_one.collect(tasks(12), TorchSampler(policy), params)
-    request.getfixturevalue("no_rounds")
+    register(type("Alone", (kind,), {"waits": True, "alone": True}))
     sampler, alone = TorchSampler(policy), []
     add = sampler.add
     sampler.add = lambda request: alone.append(request.alone) or add(request)
     rollouts = RolloutCollector(policy, 3).collect(tasks(12), sampler, params)
-    assert not alone[0] and alone[-1]  # NanoLLM then draws by seeds
+    assert all(alone)  # NanoLLM then draws by seeds
     for found, rollout in zip(rollouts, expected, strict=True):
         assert found.messages == rollout.messages and not found.error
         assert (found.seed, found.agent) == (rollout.seed, rollout.agent)
@@ -203,8 +257,7 @@ def test_slow_calls_change_no_token_and_no_reward(policy, register, request, kin
     assert kind is Pair or any(r.episode_truncated for r in expected)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_failure_costs_its_own_episode(policy, register, request, late):
+def test_a_failure_costs_its_own_episode(policy, register, way):
     class Faulty(Uneven):
         def reset(self, seed):
             if seed == 1:
@@ -229,11 +282,9 @@ def test_a_failure_costs_its_own_episode(policy, register, request, late):
 
     closed = []
     register(Faulty)
-    if late:
-        request.getfixturevalue("no_rounds")
     collector = RolloutCollector(policy, 9, env_timeout=1.0)
     rollouts = collector.collect(tasks(8), Partial(policy), PARAMS)
-    assert [r.error.partition(" (test_threads.py")[0] for r in rollouts] == [
+    assert [r.error.partition(" (test_calls.py")[0] for r in rollouts] == [
         "", "OSError: no disk", "TimeLimit: no answer in 1 seconds (--env-timeout)",
         "EnvFailure: gone", "", "", "EnvFailure: no server", "",
     ]  # fmt: skip
@@ -242,7 +293,7 @@ def test_a_failure_costs_its_own_episode(policy, register, request, late):
     assert closed and 2 not in closed  # it is still at work
 
 
-def test_heavy_environments_are_capped_reused_and_closed(policy, register, no_rounds):
+def test_heavy_environments_are_capped_reused_and_closed(policy, register, way):
     living, most = set(), []
 
     class Heavy(Uneven):
@@ -279,8 +330,8 @@ def test_environments_may_be_stepped_together(policy, register, renderer):
 
     register(Batched)
     collector = RolloutCollector(policy, 9, renderer=renderer)
-    for calls in (4, 2):
-        collector.collect([Task("slow", 0, i) for i in range(calls)], Scripted(policy), PARAMS)
+    for number in (4, 2):
+        collector.collect([Task("slow", 0, i) for i in range(number)], Scripted(policy), PARAMS)
     assert sizes == [4, 2]
 
 
@@ -330,24 +381,49 @@ def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_a
     assert [len(r.turns) for r in again] == [1, 2, 3, 4] and not any(r.error for r in again)
 
 
-def test_a_call_cannot_change_the_settings_of_pytorch():
+def test_a_call_cannot_change_the_settings_of_pytorch(policy, register, way):
     """Nor can a call that is given up, which ends later."""
-    calls = Threads(1, 0.1)
 
-    def settings():
-        return torch.get_default_dtype(), torch.is_grad_enabled()
+    class Rude(OneTurn):
+        def reset(self, seed):
+            self.seed = seed
+            return super().reset(seed)
 
-    def rude():
-        torch.set_default_dtype(torch.float64)
-        torch.set_grad_enabled(False)
-        time.sleep(2)  # with coverage, Python 3.11 waits until an interrupted thread notices it
+        def step(self, response):
+            assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
+            if self.seed == 1:
+                time.sleep(2)
+            return super().step(response)
 
-    def made(function):
-        calls.start("key", ("rude", "step"), function)
-        while not (ended := calls.ended(0.1)):
+    register(Rude)
+    collector = RolloutCollector(policy, 1, env_timeout=0.2, env_workers=1)
+    with torch.no_grad():
+        rollouts = collector.collect(tasks(3), Scripted(policy), PARAMS)
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    assert [r.error.partition(":")[0] for r in rollouts] == ["", "TimeLimit", ""]
+
+
+def test_a_thread_whose_call_was_given_up_makes_no_other_one():
+    made, go = Calls(1, 0.05, interrupts=True), threading.Event()
+
+    def ended():
+        while not (found := made.ended(0.01)):
             pass
-        return ended[0][1][0]
+        [(key, (value, error))] = found
+        return key, value, type(error)
 
-    assert made(rude) is None
-    assert settings() == (torch.float32, True) == made(settings)
-    calls.close()
+    made.start("hangs", lambda: go.wait(60) or threading.get_ident())
+    assert ended() == ("hangs", None, calls.TimeLimit)
+    made.start("next", threading.get_ident)
+    _, first, _ = ended()
+    made.start("unlimited", lambda: time.sleep(0.2) or threading.get_ident(), limited=False)
+    assert ended() == ("unlimited", first, type(None))  # in the same thread, beyond the limit
+    go.set()
+    assert made.num_open == 0 and not made.ended(0.1)  # what came too late is nobody's
+    made.start("forgotten", time.monotonic)
+    made.clear()
+    assert not made.ended(0.1)
+    made.close()
