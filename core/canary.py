@@ -77,14 +77,12 @@ def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: floa
 
 @contextmanager
 def noise(policy: Policy) -> Iterator[None]:
-    """Inside, random numbers are added to B of the adapters, or without adapters each weight is
-    multiplied by about 1: mistakes in what a sampler gets then show in its log-probs."""
+    """Inside, random numbers are added to B of the adapters: mistakes in what a sampler gets then
+    show in its log-probs."""
     generator = torch.Generator(policy.device).manual_seed(0)
-    named = policy.model.named_parameters()
-    weights = {n: w for n, w in named if "lora_B" in n or not policy.lora_rank}
+    weights = {n: w for n, w in policy.model.named_parameters() if "lora_B" in n}
     with borrowed(weights):
         with torch.no_grad():
             for weight in weights.values():
-                noise = torch.empty_like(weight).normal_(std=NOISE, generator=generator)
-                weight += noise if policy.lora_rank else weight * noise
+                weight += torch.empty_like(weight).normal_(std=NOISE, generator=generator)
         yield

@@ -141,8 +141,8 @@ class SamplingOptions:
     overlap: bool = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
-    # auto: vllm on a CUDA GPU if it starts there, otherwise torch; server: vLLM's servers
-    # (runs/scale); openai: evaluation only.
+    # auto: vllm on a CUDA GPU if it starts there, otherwise torch; server: vLLM's servers, which
+    # get the adapters of --lora-rank (runs/scale); openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "server", "openai"] = "auto"
     # URL of the server that --sampler openai evaluates, or URL,URL,.. of those of --sampler server.
     base_url: Annotated[str, Needs("sampler=openai server")] = ""
@@ -343,6 +343,8 @@ PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "optimizer": ("torchao", "memory"),
     **{f"track={name}": (name, "track") for name in ("wandb", "tensorboard", "trackio")},
 }  # fmt: skip
+ADAPTERS_ONLY = ("--sampler server sends adapters only: add --lora-rank, or train all weights with "
+                 "another sampler")  # fmt: skip
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
@@ -537,15 +539,11 @@ def _problems(cfg: Config) -> Iterator[str]:
     if cfg.sampler == "server":
         if not server_urls(cfg.base_url):
             yield "--sampler server needs --base-url http://HOST:8000,.."
-        if bool(cfg.lora_rank) != bool(cfg.adapter_folder):
-            yield ("--adapter-folder DIR is where the servers find the adapters of --lora-rank: "
-                   "give both, or none to train all weights")  # fmt: skip
-        if not cfg.lora_rank and cfg.overlap:
-            yield ("--overlap: all weights can be sent to a server only while nothing trains: add "
-                   "--lora-rank")  # fmt: skip
-        if not cfg.lora_rank and not is_installed("vllm"):
-            yield ("--sampler server sends all weights with vLLM, which is not installed here: "
-                   'pip install -e ".[vllm]", or add --lora-rank')  # fmt: skip
+        if not cfg.lora_rank:
+            yield ADAPTERS_ONLY
+        if not cfg.adapter_folder:
+            yield ("--sampler server needs --adapter-folder DIR, where the servers find the "
+                   "adapters of --lora-rank")  # fmt: skip
         for url in server_urls(cfg.base_url):
             yield from _url_problems(url, "--base-url")
     yield from _task_problems(cfg)

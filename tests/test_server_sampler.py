@@ -6,28 +6,23 @@ The small ones draw with a policy of their own, which reads the adapters from th
 
 import json
 import os
-import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-import weight_file
 from conftest import load_small, loopback, metrics_of
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from test_sampler import check_first_tokens, trainer_gap
 
-from core import canary, distributed
-from core.config import Config, is_installed, resolve
-from core.extras import server_sampler, weight_transfer
+from core import canary
+from core.config import Config, resolve
+from core.extras import server_sampler
 from core.extras.server_sampler import SAMPLE, ServerSampler
 from core.faults import UsageError
 from core.loading import load_policy
@@ -79,20 +74,14 @@ class VLLM(BaseHTTPRequestHandler):
             server.adapters[name] = load_file(Path(body["lora_path"], "adapter_model.safetensors"))
         if path == "/v1/unload_lora_adapter":
             del server.adapters[name]
-        if path == "/update_weights":
-            server.policy.causal_lm.load_state_dict(weight_file.read(server.weights_file))
-        if path == "/finish_weight_update":
-            server.weight_version = body["weight_version"]
         if path != SAMPLE:
-            return 200, {"version": "0.32.0", "weight_version": server.weight_version,
-                         "world_size": 1}  # fmt: skip
-        if name and name not in server.adapters and not server.takes_any_name:
+            return 200, {"version": "0.32.0"}
+        if name not in server.adapters and not server.takes_any_name:
             return 404, {"error": {"message": "The model does not exist."}}
         weights = server.adapters.get(name)
-        if name:
-            zeros = {n: torch.zeros_like(w) for n, w in (weights or server.zeros).items()}
-            set_peft_model_state_dict(server.policy.model, weights or zeros)
-            server.zeros = zeros
+        zeros = {n: torch.zeros_like(w) for n, w in (weights or server.zeros).items()}
+        set_peft_model_state_dict(server.policy.model, weights or zeros)
+        server.zeros = zeros
         wanted, prompt = body["sampling_params"], body["token_ids"]
         server.policy.stop_ids = wanted["stop_token_ids"]
         params = SamplingParams(wanted["max_tokens"], wanted["temperature"], seed=wanted["seed"])
@@ -104,7 +93,6 @@ class VLLM(BaseHTTPRequestHandler):
             "token_ids": ids,
             "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
             "finish_reason": "stop" if ids[-1] in wanted["stop_token_ids"] else "length",
-            "weight_versions": [{"version": server.weight_version, "start": 0, "end": len(ids)}],
         }
         return 200, {"model": name if weights else "base", "choices": [choice]}
 
@@ -113,14 +101,13 @@ class VLLM(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def servers(qwen3_folder, monkeypatch, tmp_path):
+def servers(qwen3_folder, monkeypatch):
     """Two servers. Lost ones are tried again at once."""
     monkeypatch.setattr(server_sampler, "TRY_AGAIN_S", 0.0)
     with loopback(VLLM) as one, loopback(VLLM) as two:
         for server in (one, two):
             server.policy, server.lock = load_small(qwen3_folder, lora_rank=4), threading.Lock()
             server.adapters, server.length, server.keys = {}, 512, set()
-            server.weight_version, server.weights_file = "default", tmp_path / "weights"
             server.raw, server.takes_any_name, server.most = False, False, None
             server.instead = lambda path, body: None
         yield [one, two]
@@ -131,10 +118,9 @@ def start(servers, qwen3_folder, tmp_path):
     """Starts a sampler for a policy with adapters that are not 0; the test's end closes it."""
     with ExitStack() as closes:
 
-        def start_one(count=2, lora_rank=4):
-            policy = load_small(qwen3_folder, lora_rank=lora_rank)
-            if lora_rank:
-                learn(policy)
+        def start_one(count=2):
+            policy = load_small(qwen3_folder, lora_rank=4)
+            learn(policy)
             urls = ",".join(server.url for server in servers[:count])
             sampler = ServerSampler(policy, urls, str(tmp_path / "adapters"))
             closes.callback(lambda: sampler.client.is_closed or sampler.close())
@@ -145,71 +131,10 @@ def start(servers, qwen3_folder, tmp_path):
         yield start_one
 
 
-@pytest.fixture
-def file_for_nccl(monkeypatch, tmp_path):
-    """Weights go through a file. What calls for them is vLLM's, or a stub of it.
-
-    Returns what stands for the group of NCCL.
-    """
-    nccl = SimpleNamespace(disabled=False, destroy=lambda: None)
-    monkeypatch.setattr(weight_transfer, "check", lambda policy: None)
-
-    def write(engine, source, meta):
-        torch.save(dict(source), tmp_path / "part")
-        (tmp_path / "part").rename(tmp_path / "weights")
-
-    if is_installed("vllm"):
-        from vllm.distributed.weight_transfer import nccl_engine
-
-        monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda group: nccl)
-        monkeypatch.setattr(nccl_engine.NCCLTrainerWeightTransferEngine, "_broadcast", write)
-        return nccl
-
-    @dataclass
-    class Engine:
-        client: weight_transfer.WeightTransfer
-        source: dict
-        model_update_group = nccl
-
-        @classmethod
-        def trainer_init(cls, group, *, client, source):
-            client.init_weight_transfer_engine(group)
-            return cls(client, source)
-
-        def send_weights(self):
-            self.client.start_weight_update()
-            write(self, self.source, None)
-            self.client.update_weights({"names": list(self.source)})
-            self.client.finish_weight_update()
-
-        def shutdown(self):
-            pass
-
-    def group(address, port, *, world_size, rank):
-        return {"master_address": address, "world_size": world_size, "rank_offset": rank + 1}
-
-    package = "vllm.distributed.weight_transfer"
-    base, engine = ModuleType(f"{package}.base"), ModuleType(f"{package}.nccl_engine")
-    base.ModuleSource = lambda module: dict(module.named_parameters())
-    engine.NCCLTrainerInitInfo, engine.NCCLTrainerWeightTransferEngine = group, Engine
-    for module in (ModuleType("vllm"), ModuleType("vllm.distributed"), ModuleType(package),
-                   base, engine):  # fmt: skip
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return nccl
-
-
-@pytest.fixture
-def start_full(servers, start, file_for_nccl, qwen3_folder):
-    """As `start`, without adapters: servers and trainer begin with the same weights."""
-    for server in servers:
-        server.policy = load_small(qwen3_folder)
-    return partial(start, lora_rank=0)
-
-
 def learn(policy, step=0.3):
     with torch.no_grad():
         for name, weight in policy.trainable().items():
-            if "lora_B" in name or not policy.lora_rank:
+            if "lora_B" in name:
                 weight += step * torch.randn_like(weight)
 
 
@@ -402,134 +327,6 @@ def test_the_adapter_folder_has_to_be_one(start, tmp_path):
         start()
 
 
-SENT = """/pause?mode=abort /start_weight_update /update_weights /finish_weight_update
-    /resume""".split()  # to give a server all weights
-
-
-def test_all_weights_are_sent_at_each_sync_with_their_version(start_full, servers):
-    sampler = start_full()
-    for server in servers:
-        server.asked.clear()
-    first = sampler.sample(PROMPTS, PARAMS)
-    learn(sampler.policy, 0.05)
-    sampler.sync()
-    new = sampler.sample(PROMPTS, PARAMS)
-    assert gap(sampler, new) < 1e-5 < 0.1 < gap(sampler, first)
-    for server in servers:
-        assert [path for path, _ in server.asked] == [
-            *[SAMPLE] * 4, "/weight_info", *SENT, "/weight_info", *[SAMPLE] * 4,
-        ]  # fmt: skip
-        assert server.weight_version == sampler.name and sampler.name.endswith("-v2")
-
-
-@pytest.mark.parametrize("noticed", ["by a completion", "by a sync"])
-def test_a_restarted_server_gets_all_weights_over_a_new_connection(start_full, servers, noticed):
-    sampler = start_full(1)
-    learn(sampler.policy, 0.05)
-    sampler.sync()
-    [server, _] = servers
-    before = len(asked(server, "/init_weight_transfer_engine"))
-    server.weight_version = "default"
-    for weight in server.policy.causal_lm.parameters():
-        torch.nn.init.zeros_(weight)
-    if noticed == "by a sync":
-        sampler.sync()
-    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
-    assert server.weight_version == sampler.name
-    inits = asked(server, "/init_weight_transfer_engine")
-    assert len(inits) == len(asked(server, "/shutdown_weight_transfer_engine")) == before + 1
-    group = inits[-1]["init_info"]
-    assert (group["master_address"], group["rank_offset"], group["world_size"]) == (
-        "127.0.0.1", 1, 2)  # fmt: skip
-    if noticed == "by a completion":
-        assert sampler.lines[0] == (
-            f"{server.url}: it sampled from default, not from {sampler.name}"
-        )
-
-
-def test_a_server_that_fails_while_weights_are_sent_is_lost_and_tried_again(start_full, servers):
-    sampler = start_full()
-    [one, two] = servers
-    one.instead = lambda path, body: (500, "no memory") if path == "/update_weights" else None
-    learn(sampler.policy, 0.05)
-    sampler.sync()
-    assert sampler.lines[0] == f"{one.url}: status 500: no memory"
-    one.asked.clear(), two.asked.clear()
-    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
-    assert len(asked(two)) == 8 and not asked(one)
-    one.instead = lambda path, body: None
-    while sampler.lines[-1] != f"{one.url} is back":
-        sampler.step()
-    assert one.weight_version == sampler.name
-
-
-def test_a_server_that_leaves_nccl_waiting_is_lost_for_now(start_full, servers, monkeypatch):
-    closed, waited, send = [], [], weight_transfer.within
-    monkeypatch.setattr(weight_transfer.WeightTransfer, "close", lambda one: closed.append(one))
-    sampler = start_full(1)
-    first = sampler.servers[0].transfer
-
-    def never(seconds, call):  # the server is gone in the middle: the call does not return
-        monkeypatch.setattr(weight_transfer, "within", send)
-        waited.append(seconds)
-        return send(0.01, threading.Event().wait)
-
-    monkeypatch.setattr(weight_transfer, "within", never)
-    learn(sampler.policy, 0.05)
-    sampler.sync()
-    assert "weights by NCCL: the server did not answer within 0.01 s" in sampler.lines[0]
-    assert closed == [first] and waited == [weight_transfer.SEND_S]
-    assert gap(sampler, sampler.sample(PROMPTS, PARAMS)) < 1e-5
-
-
-def test_the_connection_to_a_lost_server_is_left_alone_at_the_end(start_full, monkeypatch):
-    closed = []
-    monkeypatch.setattr(weight_transfer.WeightTransfer, "close", lambda one: closed.append(one))
-    sampler = start_full()
-    sampler.servers[0].lost = "it is gone"  # NCCL would wait for its answer
-    sampler.close()
-    assert closed == [sampler.servers[1].transfer]
-
-
-@pytest.mark.parametrize(
-    "path, answer",
-    [
-        ("/weight_info", (404, {"detail": "Not Found"})),
-        ("/init_weight_transfer_engine", (500, "Internal Server Error")),
-    ],
-)
-def test_a_server_that_takes_no_weights_is_refused(start_full, servers, path, answer):
-    servers[1].instead = lambda asked_for, body: answer if asked_for == path else None
-    with pytest.raises(UsageError, match=f"^--base-url {servers[1].url}: it takes no weights"):
-        start_full()
-
-
-def test_nccl_that_vllm_cannot_use_is_refused(start_full, file_for_nccl):
-    file_for_nccl.disabled = True
-    with pytest.raises(UsageError, match="vLLM cannot use NCCL here"):
-        start_full()
-
-
-def test_a_server_that_keeps_its_weights_is_refused(start_full, servers):
-    def ignore(path, body):
-        if path == "/update_weights":
-            weight_file.read(servers[1].weights_file)
-            return 200, {}
-
-    servers[1].instead = ignore
-    with pytest.raises(UsageError, match=f"^--base-url {servers[1].url}: .* another model"):
-        start_full()
-
-
-@pytest.mark.parametrize("device, ranks", [("cpu", 1), ("cuda", 2), ("cuda:1", 1)])
-def test_all_weights_are_sent_from_one_process_on_a_gpu(monkeypatch, device, ranks):
-    monkeypatch.setattr(distributed, "num_ranks", lambda: ranks)
-    with pytest.raises(UsageError, match="from one process on GPU 0: add --lora-rank"):
-        weight_transfer.check(SimpleNamespace(device=torch.device(device)))
-    monkeypatch.setattr(distributed, "num_ranks", lambda: 1)
-    weight_transfer.check(SimpleNamespace(device=torch.device("cuda")))
-
-
 REFUSED = [
     ({"raw": True}, None, "--logprobs-mode processed_logprobs"),
     ({"length": 300}, None, "its --max-model-len is 300, that of this run 512"),
@@ -601,13 +398,13 @@ def test_a_run_without_servers_is_saved_and_goes_on_to_the_same_metrics(
 class Engine:
     """vLLM's own server with the weights of tiny, in a process group of its own."""
 
-    def __init__(self, lora_rank, *flags, **environment):
-        port, cfg = free_port(), Config(lora_rank=lora_rank, device="cpu", max_model_len=512)
-        own = """VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1 VLLM_HOST_IP=127.0.0.1
-            VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind"""
+    def __init__(self):
+        port, cfg = free_port(), Config(lora_rank=8, device="cpu", max_model_len=512)
+        own = """VLLM_ALLOW_RUNTIME_LORA_UPDATING=True VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
+            VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind"""
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        self.command = [*server_command(resolve(cfg)), *address, *flags]
-        self.environment = dict(pair.split("=") for pair in own.split()) | environment
+        self.command = [*server_command(resolve(cfg)), *address]
+        self.environment = dict(pair.split("=") for pair in own.split())
         self.url = f"http://127.0.0.1:{port}"
         self.start()
 
@@ -620,28 +417,10 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engines():
-    started = [Engine(8, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") for _ in range(2)]
+    started = [Engine() for _ in range(2)]
     yield started
     for engine in started:
         engine.kill()
-
-
-@pytest.fixture
-def engine_for_weights(tmp_path):
-    """One that takes all weights, from the file of `file_for_nccl`."""
-    plugin = tmp_path / "plugin" / "weight_file-1.dist-info"
-    plugin.mkdir(parents=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: weight-file\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nweight_file = weight_file:register\n"
-    )
-    started = Engine(
-        0, "--weight-transfer-config", '{"backend": "file"}',
-        VLLM_SERVER_DEV_MODE="1", WEIGHTS_FILE=str(tmp_path / "weights"),
-        PYTHONPATH=os.pathsep.join(map(str, (plugin.parent, Path(__file__).parent))),
-    )  # fmt: skip
-    yield started
-    started.kill()
 
 
 @pytest.mark.vllm
@@ -686,35 +465,6 @@ def test_a_run_learns_on_vllms_servers_while_one_is_killed_and_comes_back(
     assert f"{engines[1].url}: " in out and f"{engines[1].url} is back" in out
     first, *updates = metrics_of("runs/a")
     assert [r["update"] for r in updates] == [*range(1, 7)]
-    assert all(r["gap/logprob_mean"] < 1e-5 for r in updates)
-    assert not any(r["error"] for r in read_records(Path("runs/a/rollouts.jsonl")))
-    name = "eval/letter_counting/accuracy"
-    assert updates[-1][name] > first[name] + 0.2
-
-
-@pytest.mark.vllm
-def test_a_run_trains_all_weights_on_a_server_of_vllm_that_is_restarted(
-    engine_for_weights, file_for_nccl, command, monkeypatch
-):
-    monkeypatch.setattr(server_sampler, "TRY_AGAIN_S", 0.2)
-    send, sent = ServerSampler._send, Counter()
-
-    def kill_in_update_2(sampler, *arguments):
-        sent[sampler.version] += 1
-        if (sampler.version, sent[sampler.version]) == (3, 100):
-            engine_for_weights.kill()
-            engine_for_weights.start()
-        send(sampler, *arguments)
-
-    monkeypatch.setattr(ServerSampler, "_send", kill_in_update_2)
-    code, out, err = command(
-        *"--lr 2e-4 --num-updates 3 --eval-every 0 --eval-num-tasks 64 --max-model-len 512".split(),
-        *"--device cpu --run-name a --sampler server --base-url".split(), engine_for_weights.url,
-    )  # fmt: skip
-    assert (code, err) == (0, "")
-    assert f"{engine_for_weights.url} is back" in out
-    first, *updates = metrics_of("runs/a")
-    assert [r["update"] for r in updates] == [1, 2, 3]
     assert all(r["gap/logprob_mean"] < 1e-5 for r in updates)
     assert not any(r["error"] for r in read_records(Path("runs/a/rollouts.jsonl")))
     name = "eval/letter_counting/accuracy"

@@ -10,7 +10,7 @@ from core.config import Config, resolve
 from core.faults import UsageError
 from core.tiny import PRETRAINED
 from environments.plumbing import processes
-from runs.scale.with_server import second_gpu, server_command, started
+from runs.scale.with_server import main, second_gpu, server_command, started
 
 SERVER = """
 import os, sys
@@ -48,10 +48,15 @@ def test_the_server_suits_the_run():
               "max-lora-rank": "16"}  # fmt: skip
     assert wanted.items() < of_adapters.items()
     assert {"enable-lora", "enable-scale-out"} < of_adapters.keys()
-    of_all_weights = flags(max_model_len=10**9)
-    assert "enable-lora" not in of_all_weights and of_all_weights["dtype"] == "float32"
-    assert of_all_weights["weight-transfer-config"] == '{"backend": "nccl"}'
-    assert int(of_all_weights["max-model-len"]) < 10**6  # what the model can
+    usual = flags(lora_rank=8, max_model_len=10**9)
+    assert usual["dtype"] == "float32" and int(usual["max-model-len"]) < 10**6  # what the model can
+
+
+def test_all_weights_are_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "start", None)
+    assert main(["--device", "cpu", "--num-updates", "1"]) == 2
+    assert "add --lora-rank" in capsys.readouterr().err and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("visible, second", [(None, "1"), ("3,5,6", "5"), ("3", None)])

@@ -46,8 +46,7 @@ SETTINGS = [  # invalid settings, and what the message names
     (SERVER | {"adapter_folder": ""}, "--adapter-folder"),
     (SERVER | {"base_url": "http://127.0.0.1:9,localhost"}, "'localhost'"),
     (SERVER | {"base_url": " , "}, "needs --base-url"),
-    (SERVER | {"lora_rank": 0}, "--adapter-folder DIR is where"),
-    (SERVER | {"lora_rank": 0, "adapter_folder": "", "overlap": True}, "--overlap: all weights"),
+    (SERVER | {"lora_rank": 0}, "sends adapters only: add --lora-rank"),
     (SERVER | {"top_p": 0.9}, "--top-p 0.9 does not go with --sampler server"),
 ]
 

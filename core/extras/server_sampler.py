@@ -7,13 +7,12 @@
 
 Token ids go to a server; token ids and the log-probs of the distribution that they were drawn from
 come back, so a turn is as exact as with the other samplers. `sync` brings the new weights to the
-servers: it writes the LoRA adapter into a folder that they see, and lets each of them load it;
-without adapters it sends all weights (core/extras/weight_transfer.py).
+servers: it writes the LoRA adapter into a folder that they see, and lets each of them load it.
 
-Weights have a name for each version, and each completion comes with the name of what sampled it. A
-server that was restarted has lost the weights: no token of others is trained. (One name for all
-versions of an adapter would not do. From the same path, vLLM's prefix cache goes on with keys and
-values of the adapter before.)
+An adapter has a name for each version, and each completion comes with the name of what sampled it.
+A server that was restarted has lost the adapter: no token of other weights is trained. (One name
+for all versions would not do. From the same path, vLLM's prefix cache goes on with keys and values
+of the adapter before.)
 
 A server that fails is lost: its requests go to the others, with the same seeds. It is tried again
 every few seconds, and has to show again that it has the trainer's model. Without any server the run
@@ -37,7 +36,6 @@ import torch
 from core import canary, distributed
 from core.calls import Calls, TimeLimit
 from core.config import server_urls
-from core.extras import weight_transfer
 from core.extras.keys import api_key, safe_line
 from core.faults import NoServer, UsageError
 from core.nanollm import MAX_GAP
@@ -58,8 +56,6 @@ AHEAD = 32  # open requests that a server may have more than another, for the sa
 PROBE_TEMPERATURE = 0.7  # unlike 1, it shows log-probs of another temperature
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SAMPLE = "/inference/v1/generate"  # token ids in, token ids out
-TAKES_NO_WEIGHTS = """it takes no weights: start it with VLLM_SERVER_DEV_MODE=1 and \
---weight-transfer-config '{"backend": "nccl"}', or add --lora-rank"""
 
 
 class Lost(RuntimeError):
@@ -71,14 +67,13 @@ class Server:
     """One of vLLM's servers."""
 
     url: str
-    name: str = ""  # of the weights that it has; "": unknown, or its model has to be compared
+    name: str = ""  # of the adapter that it has; "": unknown, or its model has to be compared
     lost: str = "not reached yet"  # why it gets no requests; "": it is well
     failures: int = 0  # in a row
     calls: set["Call"] = field(default_factory=set)  # those that are open
     check_at: float = 0.0  # when to look at it again
     gap: float = 0.0  # |log-prob here - log-prob of the server|, mean, nats
     release: str = ""  # its version of vLLM
-    transfer: weight_transfer.WeightTransfer | None = None  # the connection for all weights
 
 
 @dataclass(eq=False)
@@ -92,7 +87,7 @@ class Call:
 class ServerSampler(Sampler):
     """Samples on the servers of `base_url`, addresses with commas between them.
 
-    `adapter_folder`: a folder that the servers see under the same path; not needed without LoRA.
+    `policy` has LoRA adapters; `adapter_folder` is one that the servers see under the same path.
     Waits for all servers. Raises UsageError if one stays away, or has another model, tokenizer or
     kind of log-probs.
     """
@@ -103,9 +98,6 @@ class ServerSampler(Sampler):
         key = api_key()
         self.policy, self.folder = policy, Path(adapter_folder).absolute()
         self.copy = policy  # one with the weights that the servers have, also while it trains
-        self.has_adapters = policy.lora_rank > 0
-        if not self.has_adapters:
-            weight_transfer.check(policy)
         self.servers = [Server(url) for url in server_urls(base_url)]
         # the text after which servers and trainer are compared
         self.text: list[int] = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
@@ -131,7 +123,7 @@ class ServerSampler(Sampler):
         self.written: list[str] = []  # adapters in the folder, if this is rank 0
         self.at_work: list[str] = []  # the weights of each completion that a server may be at
         try:
-            with canary.noise(policy):  # else the servers may have these weights already
+            with canary.noise(policy):  # a new adapter changes nothing, so nothing would show
                 self._write()
                 self._wait_for_all()
             self.started = True
@@ -146,11 +138,11 @@ class ServerSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Of the present weights."""
+        """Of the present adapter."""
         return f"{self.stem}-v{self.version}"
 
     def sync(self) -> None:
-        """Gives each server the present weights. Sets `sync_seconds`."""
+        """Gives each server the present adapter. Sets `sync_seconds`."""
         begun = perf_counter()
         self.version, self.copy = self.version + 1, self.policy
         self._write()
@@ -196,13 +188,9 @@ class ServerSampler(Sampler):
         """Ends all calls; the servers and the folder forget the adapters."""
         self.clear()
         self.calls.close()
-        well = [server for server in self.servers if not server.lost]  # NCCL would wait for others
-        for server in well if distributed.rank() == 0 else []:
+        for server in self.servers if distributed.rank() == 0 else []:
             with suppress(Lost, UsageError):
-                if server.transfer:
-                    server.transfer.close()
-                else:
-                    self._ask(server.url, UNLOAD, {"lora_name": server.name}, timeout=2.0)
+                self._ask(server.url, UNLOAD, {"lora_name": server.name}, timeout=2.0)
         self.client.close()
         self._remove([*self.written])
 
@@ -224,8 +212,7 @@ class ServerSampler(Sampler):
             # a server that hangs still has requests: vLLM ends if it finds no adapter for them
             self._remove([name for name in self.written[:-2] if name not in self.at_work])
 
-        if self.has_adapters:
-            distributed.broadcast_from_rank_0(write)
+        distributed.broadcast_from_rank_0(write)
 
     def _remove(self, names: list[str]) -> None:
         for name in names:
@@ -306,15 +293,6 @@ class ServerSampler(Sampler):
 
     def _admit(self, server: Server, found: dict[str, Any]) -> None:
         """The server is well. Raises UsageError if its model is another one."""
-        if found.get("version", self.name) != self.name:  # all weights have to be sent
-            try:
-                if not server.transfer or found["version"] != server.name:  # it is new or restarted
-                    server.transfer = self._connect(server.url)
-                server.transfer.send(self.name)
-            except (RuntimeError, OSError) as error:  # NCCL's, too
-                raise Lost(safe_line(str(error))) from error
-            server.check_at = 0.0  # look again
-            return
         if "sampled" in found:
             server.gap = self._compare(found)
             server.release = found["release"]
@@ -349,15 +327,6 @@ class ServerSampler(Sampler):
             f"than {str(policy.dtype).removeprefix('torch.')}"
         )
 
-    def _connect(self, url: str) -> weight_transfer.WeightTransfer:
-        """A connection that sends all weights to a server."""
-
-        def post(path: str, body: dict[str, Any]) -> None:
-            self._ask(url, path, body, self.limit)
-
-        workers = self._ask(url, "/get_world_size").json()["world_size"]
-        return weight_transfer.WeightTransfer(self.policy.causal_lm, url, workers, post)
-
     def _send(self, request: Request, free: list[Server]) -> None:
         """Sends a request to the server that had its prompt, or has the fewest requests."""
         least = min(free, key=lambda server: len(server.calls))
@@ -377,8 +346,8 @@ class ServerSampler(Sampler):
     # what follows runs in threads
 
     def _check(self, url: str, has: str, name: str) -> dict[str, Any]:
-        """Whether a server is alive. Loads the adapter `name` unless it `has` that, or says which
-        version of all weights it has. A server of which nothing is known also shows what it is."""
+        """Whether a server is alive. Loads the adapter `name` unless it `has` that. A server of
+        which nothing is known also shows what it is."""
         if has == name:
             self._ask(url, "/health")
             return {}
@@ -386,14 +355,8 @@ class ServerSampler(Sampler):
         if not has:
             found["length"] = self._ask(url, "/v1/models").json()["data"][0]["max_model_len"]
             found["release"] = f"{self._ask(url, '/version').json()['version']:.20}"
-        if self.has_adapters:
-            self._load(url, name, has)
-        else:
-            try:
-                found["version"] = self._ask(url, "/weight_info").json()["weight_version"]
-            except UsageError:
-                raise UsageError(TAKES_NO_WEIGHTS) from None
-        if not has and found.get("version", name) == name:
+        self._load(url, name, has)
+        if not has:
             found["tokens"] = None
             with suppress(UsageError, Lost):  # it needs no tokenizer: --skip-tokenizer-init
                 body = {"prompt": canary.TEXT, "add_special_tokens": False}
@@ -422,7 +385,7 @@ class ServerSampler(Sampler):
     ) -> tuple[list[int], list[float]]:  # fmt: skip
         """One completion: its token ids, and their log-probs."""
         body = {
-            "model": name if self.has_adapters else None, "token_ids": prompt,
+            "model": name, "token_ids": prompt,
             "sampling_params": {
                 "max_tokens": limit, "temperature": temperature, "seed": seed, "logprobs": 0,
                 "stop_token_ids": stop_ids, "ignore_eos": True, "detokenize": False,
@@ -434,11 +397,8 @@ class ServerSampler(Sampler):
         finally:
             self.at_work.remove(name)
         [choice] = answer["choices"]
-        sampled_from = {answer["model"]}
-        if not self.has_adapters:
-            sampled_from = {part["version"] for part in choice["weight_versions"]}
-        if sampled_from != {name}:
-            raise Lost(safe_line(f"it sampled from {', '.join(sampled_from)}, not from {name}"))
+        if answer["model"] != name:
+            raise Lost(safe_line(f"it sampled from {answer['model']}, not from {name}"))
         if choice["finish_reason"] not in ("stop", "length"):
             raise Lost(safe_line(f"it ended a completion: {choice['finish_reason']}"))
         ids = [int(i) for i in choice["token_ids"]]
@@ -469,8 +429,6 @@ class ServerSampler(Sampler):
         words = safe_line(f"status {response.status_code}: {words}")
         if response.status_code == 404 and path == SAMPLE and of_vllm:
             raise Lost("it has lost the adapter: it was restarted")
-        if response.status_code == 500 and path == "/init_weight_transfer_engine":
-            raise UsageError(TAKES_NO_WEIGHTS)
         refuses = response.status_code not in (408, 429) and response.status_code < 500
         # a rank that is too high has the status 500; a 404 may be of what stands between
         if (path == LOAD and of_vllm) or (refuses and (of_vllm or not self.started)):

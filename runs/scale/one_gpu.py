@@ -1,7 +1,6 @@
 """What needs two GPUs, tried with one: vLLM's server beside the trainer, and torchrun with NCCL.
 
     python runs/scale/one_gpu.py adapters            # LoRA adapters, through a folder
-    python runs/scale/one_gpu.py weights             # all weights, by NCCL
     python runs/scale/one_gpu.py ranks               # two processes under torchrun, and then one
     python runs/scale/one_gpu.py adapters --device cpu
 
@@ -29,10 +28,7 @@ from runs.scale.with_server import free_port, server_command, started
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = "--gpu-memory-utilization 0.1 --kv-cache-memory-bytes 2000000000"
-TRAINER = {
-    "adapters": "--lora-rank 8 --lr 1e-3 --num-updates 10 --adapter-folder adapters",
-    "weights": "--num-updates 10",
-}
+ADAPTERS = "--lora-rank 8 --lr 1e-3 --num-updates 10 --adapter-folder adapters"
 SHOWN = ("reward/mean", "loss", "grad/norm", "gap/logprob_mean", "gap/logprob_max", "time/sync_s",
          "time/rollout_s", "time/train_s", "eval/letter_counting/accuracy")  # fmt: skip
 
@@ -41,7 +37,7 @@ SHOWN = ("reward/mean", "loss", "grad/norm", "gap/logprob_mean", "gap/logprob_ma
 class Args:
     """What to try."""
 
-    what: Annotated[Literal["adapters", "weights", "ranks"], tyro.conf.Positional]
+    what: Annotated[Literal["adapters", "ranks"], tyro.conf.Positional]
     device: str = "cuda"
     flags: str = ""  # more of train.py
     server_flags: str = ""  # more of vllm serve
@@ -62,7 +58,7 @@ def main(args: Args) -> None:
         processes.kill(second)
         train("", flags, "one_rank")
         return
-    flags = f"{common} {TRAINER[args.what]}"
+    flags = f"{common} {ADAPTERS}"
     command = server_command(resolve(cli.parse(flags.split())))
     command += [*("" if args.device == "cpu" else ON_GPU).split(), *args.server_flags.split()]
     with started(command, Path("server.log"), network("server")) as url:

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import train
-from core.config import RUNS, Config, is_installed, resolve
+from core.config import ADAPTERS_ONLY, RUNS, Config, is_installed, resolve
 from core.faults import UsageError
 from core.loading import pick_device
 from core.run import cli
@@ -42,10 +42,12 @@ def main(args: list[str]) -> int:
 
     def with_server(_: Any) -> int:
         cfg = resolve(cli.parse(args))
+        if not cfg.lora_rank:
+            raise UsageError(ADAPTERS_ONLY)
         if not is_installed("vllm"):
             raise UsageError('vllm is not installed; pip install -e ".[vllm]"')
         flags = ["--sampler", "server"]
-        if cfg.lora_rank and not cfg.adapter_folder:
+        if not cfg.adapter_folder:
             flags += ["--adapter-folder", str(RUNS.absolute() / "adapters")]
         RUNS.mkdir(exist_ok=True)
         print("starting vLLM's server ..", file=sys.stderr)
@@ -60,16 +62,13 @@ def server_command(cfg: Config) -> list[str]:
     model = folder_of(cfg.model_id)
     window = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
     is_cuda = pick_device(cfg.device).type == "cuda"
+    rank = next((rank for rank in RANKS if rank >= cfg.lora_rank), cfg.lora_rank)
     usual = "bfloat16" if is_cuda else "float32"
     flags = f"""--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm
         --max-model-len {min(window, cfg.max_model_len or window)}
         --dtype {usual if cfg.dtype == "auto" else cfg.dtype}
+        --enable-lora --max-lora-rank {rank}
         {"" if is_cuda else ON_CPU} {"--trust-remote-code" if cfg.trust else ""}""".split()
-    if cfg.lora_rank:
-        rank = next((rank for rank in RANKS if rank >= cfg.lora_rank), cfg.lora_rank)
-        flags += ["--enable-lora", "--max-lora-rank", str(rank)]
-    else:
-        flags += ["--weight-transfer-config", '{"backend": "nccl"}']
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
 
 
@@ -94,7 +93,7 @@ def started(command: list[str], log: Path, variables: dict[str, str]) -> Iterato
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the server would stay
     port = free_port()
     command = [*command, "--host", "127.0.0.1", "--port", str(port)]
-    own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
+    own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     with open(log, "wb") as file:
         process = processes.start(
             command, env=os.environ | own | variables, stdout=file, stderr=subprocess.STDOUT
