@@ -15,6 +15,7 @@ if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set wins
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # turns of the loop: GNU's library, on Linux
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # ms: LLVM's and Intel's, on macOS and Windows
 
-# transformers imports torchao wherever it is installed, which warns about kernels for other GPUs
-for _name in ("torchao", "torch.utils._pytree"):
+# transformers imports torchao wherever it is installed, and PEFT bitsandbytes; both warn about
+# kernels that we do not use
+for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).setLevel(logging.ERROR)

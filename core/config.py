@@ -340,7 +340,7 @@ OWN = {"draw": "draws tokens itself, with torch",
        "weighted_kl": "has a KL of its own, a term of the loss"}  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "sampler=vllm": ("vllm", "vllm"), "quantize=nf4": ("bitsandbytes", "quantize"),
-    "optimizer": ("torchao", "memory"),
+    "optimizer=adamw8bit": ("bitsandbytes", "quantize"),
     **{f"track={name}": (name, "track") for name in ("wandb", "tensorboard", "trackio")},
 }  # fmt: skip
 ADAPTERS_ONLY = ("--sampler server sends adapters only: add --lora-rank, or train all weights with "

@@ -1,14 +1,18 @@
 """AdamW with 8-bit moments, and with stochastic rounding, against torch's AdamW in float32."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from core.config import Config
 from core.extras import piecewise_adamw
+from core.faults import UsageError
+from core.loop.open import optimizer_for
 from core.optimizer import MasterAdamW
 
-pytest.importorskip("torchao", reason="needs picorl[memory]")
+pytest.importorskip("bitsandbytes", reason="needs picorl[quantize]")
 KINDS = ("adamw8bit", "adamw_bf16_sr")
 KINDS_WITH_MASTERS = ("adamw", "adamw8bit")
 LR = 1e-3
@@ -57,7 +61,7 @@ def test_the_pieces_of_a_tensor_give_the_step_of_the_whole(monkeypatch):
     for piece in (2**22, 4096):  # the last of three pieces has 256 weights
         monkeypatch.setattr(piecewise_adamw, "PIECE", piece)
         weight = weight_of(2 * 4096 + 256)
-        optimizer = optimizer_of("adamw8bit", weight)
+        optimizer = optimizer_of("adamw_bf16_sr", weight)
         for gradient in gradients(len(weight), 3):
             step(optimizer, gradient)
         results.append(weight.detach())
@@ -74,6 +78,17 @@ def test_stochastic_rounding_moves_weights_as_far_as_float32_on_average():
     moved = (weight.detach().float() - start) * -sign
     assert (moved == 0).float().mean() > 0.1  # to the nearest, nearly all would stay
     assert moved.mean().item() == pytest.approx(100 * 1e-6, rel=0.05)
+
+
+def test_a_number_is_rounded_up_as_often_as_it_is_near_to_the_number_above():
+    step = 2**-7  # of bfloat16, from 1 to 2
+    x = torch.tensor([1 + step / 4, -1 - step / 4, 1 + step]).repeat(10_000, 1)
+    rounded = piecewise_adamw.round_stochastically(x, torch.Generator().manual_seed(0))
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    down, up = torch.tensor([1, -1, 1 + step]), torch.tensor([1 + step, -1 - step, 1 + step])
+    assert ((rounded == down) | (rounded == up)).all()
+    ups = (rounded == up).float().mean(0).tolist()  # 0.25 with a standard error of 0.004
+    assert ups == pytest.approx([0.25, 0.25, 1.0], abs=0.02)
 
 
 def test_random_numbers_come_from_the_seed_and_the_step_and_from_nothing_else():
@@ -99,6 +114,22 @@ def test_the_second_moment_of_bfloat16_weights_falls_where_gradients_end():
         step(optimizer, gradient)
     second = moments(optimizer)["exp_avg_sq"]
     assert second.tolist() == pytest.approx([1e-3 * 0.999] * 4, rel=1e-5)
+
+
+def test_a_device_without_an_8_bit_step_is_refused():
+    policy = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32)
+    with pytest.raises(UsageError, match="no 8-bit step for MPS; add --device cpu"):
+        optimizer_for(Config(optimizer="adamw8bit"), policy)
+
+
+def test_checkpoints_keep_their_form():
+    saved = optimizer_of("adamw8bit", weight_of((32, 256))).state_dict()["adamw"]
+    [group], [state] = saved["param_groups"], saved["state"].values()
+    assert group.keys() == {"params", "lr", "betas", "eps", "weight_decay"}
+    form = {name: (tensor.dtype, [*tensor.shape]) for name, tensor in state.items()}
+    codes, scales = (torch.uint8, [32 * 256]), (torch.float32, [32])
+    assert form == {"step": (torch.float32, []), "exp_avg": codes, "exp_avg_scale": scales,
+                    "exp_avg_sq": codes, "exp_avg_sq_scale": scales}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,9 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     if cfg.offload_optimizer and policy.device.type != "cuda":
         raise UsageError("--offload-optimizer moves the optimizer from a GPU to the host's memory; "
                          f"remove it with --device {policy.device.type}")  # fmt: skip
+    if cfg.optimizer == "adamw8bit" and policy.device.type == "mps":
+        raise UsageError("--optimizer adamw8bit: bitsandbytes has no 8-bit step for MPS; add "
+                         "--device cpu")  # fmt: skip
     kind, options = MasterAdamW, dict[str, Any]()
     if cfg.optimizer != "adamw":
         from core.extras.piecewise_adamw import optimizer_options

@@ -13,15 +13,11 @@ afterwards. Embedding, norms, output layer and what is not an `nn.Linear`, such 
 keep their dtype. The base is never trained, so a resumed run quantizes it to the same codes again.
 """
 
-import logging
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-# PEFT imports bitsandbytes, which on some CPUs warns about a kernel that we do not use
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def load_in_4_bits(
