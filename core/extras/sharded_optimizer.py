@@ -13,8 +13,8 @@ reduce_scatter sums a bucket over the ranks and gives each rank its own part. It
 backward pass, so gradients exist whole only in the few buckets under way (ZeRO stage 2). The new
 weights are copied into the tensors of the old ones: a sampler that shares these needs nothing else.
 
-PyTorch's FSDP2 shards the weights too, so there would be none for vLLM to share.
-ZeroRedundancyOptimizer keeps whole gradients on each rank and has no masters.
+PyTorch's FSDP2 shards the weights too, so there would be none for vLLM to share. Its
+ZeroRedundancyOptimizer divides the moments alone (runs/optimizer_memory has measured it).
 """
 
 from collections.abc import Iterator, Sequence
