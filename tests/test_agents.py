@@ -641,7 +641,7 @@ def asked(messages, **body):
     tools = body.pop("tools", [])
     read = [{"calls": [], "thought": ""} | (m if isinstance(m, dict) else
             {"role": m[0], "content": m[1]}) for m in messages]  # fmt: skip
-    return endpoint.Ask(None, body, None, read, tools)
+    return endpoint.Ask(None, body, read, tools)
 
 
 def test_what_the_run_samples_otherwise_is_named():

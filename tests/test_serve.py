@@ -88,13 +88,10 @@ def test_requests_with_settings_of_their_own_are_sampled_in_one_batch(policy, mo
     ]  # fmt: skip
     chat = [{"role": "user", "content": "What is 1 + 1?"}]
     body = {"messages": chat, "max_tokens": 8}
-    asks = [
-        read_ask(endpoint.only, "/v1/chat/completions", body | own, connection=None)
-        for own in wanted
-    ]
+    asks = [read_ask(endpoint.only, "/v1/chat/completions", body | own) for own in wanted]
 
     def receive(timeout):
-        if all(ask.done.is_set() for ask in asks):
+        if all(ask.outcome.done() for ask in asks):
             raise KeyboardInterrupt
         return [] if steps else asks
 
@@ -114,5 +111,5 @@ def test_requests_with_settings_of_their_own_are_sampled_in_one_batch(policy, mo
         seed = own.get("seed", 0) % 2**63
         params = SamplingParams(8, own["temperature"], own.get("top_p", 1.0), seed=seed)
         alone = TorchSampler(policy).sample([ids] * ask.n, params)
-        answers = [choice["message"]["content"] for choice in ask.outcome["choices"]]
+        answers = [choice["message"]["content"] for choice in ask.outcome.result()["choices"]]
         assert answers == [completion.text for completion in alone]

@@ -213,7 +213,7 @@ class AgentProgram(Env):
         if self.asks:
             self.since = time.monotonic()
         for ask in self.asks:
-            if not ask.done.is_set():
+            if not ask.outcome.done():
                 ask.reply([_choice(response)], 0)
         play = self.play
         assert play

@@ -5,9 +5,9 @@
     GET  /v1/models
 
 The API key says whose request it is: `Endpoint.open` makes a session with a key of its own, and
-`Session.receive` returns what programs with that key wait for. Server threads only read and write
-HTTP; who answers is not their business. An answer is complete before any of it is sent, so a stream
-has all its events at once. Errors have OpenAI's form and status.
+`Session.receive` returns what programs with that key wait for. The server's thread only reads and
+writes HTTP; who answers is not its business. An answer is complete before any of it is sent, so a
+stream has all its events at once. Errors have OpenAI's form and status.
 
 Copies of a program share a process, and so may mix up their clients. `PROGRAM` is the session of
 the program whose code runs; a connection that it opens must begin with the key of this session.
@@ -16,29 +16,31 @@ Messages are normalized: dicts with a role, a content of text, `calls` [(id, nam
 text)] of an answer, the `call_id` that a result belongs to, and the `thought` of an answer.
 """
 
+import asyncio
 import json
 import queue
-import re
 import secrets
-import selectors
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from typing import Any
 
 from jsonschema import Draft4Validator
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from environments.plumbing.http_server import HOST, Server, TooLarge, hung_up, read_body
 
 Json = dict[str, Any]
 OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
-HOST = "127.0.0.1"
 MAX_BODY = 16_000_000  # bytes of a request
 MAX_CHOICES = 128  # `n` of a request
 LIMITS = "max_completion_tokens", "max_tokens", "max_output_tokens"
@@ -62,7 +64,6 @@ UNSUPPORTED = {
 }  # fmt: skip
 PAUSE = 0.5  # seconds until an unknown key is refused: a program may ask on and on
 FILES = 4096  # for programs: each has two sockets for a connection, and what it opens
-IDLE = 600.0  # seconds until a connection without a request is closed
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
          "tool": "tool"}  # fmt: skip
 
@@ -101,13 +102,11 @@ class Ask:
 
     session: "Session"
     body: Json
-    connection: Any  # the socket of who waits for the answer
     messages: list[Json]
     tools: list[Json]  # JSON schemas, in the form of chat completions
     is_response: bool = False  # of /v1/responses
     id: str = field(default_factory=lambda: secrets.token_hex(12))
-    outcome: Any = None  # the JSON of the answer, or Refused
-    done: threading.Event = field(default_factory=threading.Event)
+    outcome: Future[Json] = field(default_factory=Future)  # or Refused; cancelled: nobody waits
 
     @property
     def n(self) -> int:
@@ -133,31 +132,25 @@ class Ask:
 
     def is_waited_for(self) -> bool:
         """Whether the client still holds the connection."""
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.connection, selectors.EVENT_READ)
-                if not selector.select(0):
-                    return True
-            return self.connection.recv(1, socket.MSG_PEEK) != b""  # b"": it has hung up
-        except (OSError, ValueError):
-            return False
+        return not self.outcome.cancelled()
 
     def reply(self, choices: list[Choice], num_prompt_tokens: int) -> None:
         """Sends the answer."""
         self.session.has_answer = True
         make = response_object if self.is_response else chat_completion
-        self.outcome = make(self, choices, num_prompt_tokens)
+        answer = make(self, choices, num_prompt_tokens)
         if self.is_response:  # for `previous_response_id`
             message = {"role": "assistant", "content": choices[0].content, "call_id": "",
                        "calls": choices[0].calls, "thought": choices[0].thought}  # fmt: skip
             first = 1 if self.body.get("instructions") else 0  # they are of this request alone
-            self.session.responses[self.outcome["id"]] = [*self.messages[first:], message]
-        self.done.set()
+            self.session.responses[answer["id"]] = [*self.messages[first:], message]
+        if self.outcome.set_running_or_notify_cancel():  # from now on it cannot be cancelled
+            self.outcome.set_result(answer)
 
     def refuse(self, status: int, message: str, code: str) -> None:
         """Sends an error."""
-        self.outcome = Refused(status, message, code)
-        self.done.set()
+        if self.outcome.set_running_or_notify_cancel():
+            self.outcome.set_exception(Refused(status, message, code))
 
 
 class Session:
@@ -166,7 +159,7 @@ class Session:
     def __init__(self, endpoint: "Endpoint", key: str):
         self.endpoint, self.key = endpoint, key
         self.inbox = queue.SimpleQueue[Ask | None]()
-        self.waiting = set[Ask]()  # in server threads
+        self.waiting = set[Ask]()  # for their answer
         self.responses: dict[str, list[Json]] = {}  # conversations, by the id of their last answer
         self.has_asked = self.has_answer = False  # whether a request came, and was answered
         self.used_other_key = False  # whether its program did: see `PROGRAM`
@@ -192,7 +185,7 @@ class Session:
         """Makes the key invalid, and refuses what is still waiting."""
         self.endpoint.sessions.pop(self.key, None)
         for ask in [*self.waiting]:
-            if not ask.done.is_set():
+            if not ask.outcome.done():
                 ask.refuse(401, "the episode of this API key has ended", "episode_ended")
 
 
@@ -204,10 +197,8 @@ class Endpoint:
         """Raises OSError if the port is taken, or the address is none of this machine."""
         self.sessions: dict[str, Session] = {}
         self.only = self.open() if any_key else None
-        self.server = _Server((host, port), _Handler)
-        self.server.endpoint = self
-        self.url = f"http://{host}:{self.server.server_address[1]}/v1"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        self.server = Server(self.respond, host, port)
+        self.url = f"http://{host}:{self.server.address[1]}/v1"
 
     def open(self) -> Session:
         """A session with a key of its own."""
@@ -215,27 +206,33 @@ class Endpoint:
         self.sessions[session.key] = session
         return session
 
-    def opener(self, address: Any) -> Session | None:
-        """The session whose program has opened the connection from an address, if that is known."""
-        for session in [*self.sessions.values()]:
-            for opened in [*session.sockets]:
-                with suppress(OSError):  # it is closed
-                    if (found := opened()) is not None and found.getsockname() == address:
-                        return session
-        return None
+    async def respond(self, request: Request) -> Response:
+        """Answers a request. Raises ClientDisconnect if its client has hung up."""
+        session = None
+        try:
+            session = await self.session_of(request)
+            return await respond(session, request)
+        except Refused as error:
+            refused = error
+        except RecursionError:
+            refused = Refused(400, "the request is nested too deeply")
+        if session is not None:
+            session.refusals.append(str(refused))
+        return json_response(refused.body(), refused.status)
 
-    def session_of(self, headers: Any, opener: Session | None = None) -> Session:
+    async def session_of(self, request: Request) -> Session:
         """Raises Refused for an unknown key, for that of another program than the one that opened
         the connection, and for a page in a browser."""
-        if headers.get("origin"):
+        if request.headers.get("origin"):
             raise Refused(403, "web pages may not ask", "forbidden")
-        key = (headers.get("authorization") or "").removeprefix("Bearer ").strip()
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         session = self.only or self.sessions.get(key)
+        opener = self.opener(request.client, session)
         if opener is not None and session is not opener:
             opener.used_other_key = True
             raise Refused(403, "this API key is that of another episode", "other_key")
         if session is None:
-            time.sleep(PAUSE)
+            await asyncio.sleep(PAUSE)
             raise Refused(401, "this API key is that of no running episode", "invalid_api_key")
         return session
 
@@ -243,10 +240,25 @@ class Endpoint:
         """Whether a request of another session waits for its answer."""
         return any(other.waiting for other in [*self.sessions.values()] if other is not session)
 
+    def opener(self, address: Any, asking: Session | None) -> Session | None:
+        """The session whose program has opened the connection from an address, if that is known.
+
+        Once it has asked, that is forgotten: programs may share the connection from then on.
+        """
+        for session in [*self.sessions.values()]:
+            for opened in [*session.sockets]:
+                with suppress(OSError):  # it is closed
+                    if (found := opened()) is not None and found.getsockname() == address:
+                        if session is asking:
+                            session.sockets.remove(opened)
+                        return session
+        return None
+
     def close(self) -> None:
-        """Stops listening."""
-        self.server.shutdown()
-        self.server.server_close()
+        """Stops listening, and refuses what is still waiting."""
+        for session in [*self.sessions.values()]:
+            session.close()
+        self.server.close()
 
 
 @cache
@@ -271,14 +283,14 @@ def raise_limit_of_files() -> None:
 def _note_connection(event: str, args: tuple[Any, ...]) -> None:
     """Python calls this before each connection, in the context of the code that asks for it."""
     session = PROGRAM.get() if event == "socket.connect" else None
-    if session is not None and args[1] == session.endpoint.server.server_address:
+    if session is not None and args[1] == session.endpoint.server.address:
         session.sockets.append(weakref.ref(args[0]))
 
 
 # Requests
 
 
-def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
+def read_ask(session: Session, path: str, body: Json) -> Ask:
     """The request in normal form. Raises Refused if it has none."""
     try:
         if path.endswith("/chat/completions"):
@@ -286,8 +298,7 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
             tools = [*(body.get("tools") or [])]
         else:
             messages, tools = conversation_of_responses(session, body), tools_of_responses(body)
-        ask = Ask(session, body, connection, in_order_of_calls(messages), tools,
-                  path.endswith("/responses"))  # fmt: skip
+        ask = Ask(session, body, in_order_of_calls(messages), tools, path.endswith("/responses"))
         for name, instead in UNSUPPORTED.items():
             if body.get(name):
                 raise TypeError(f"{name} is not supported: {instead}")
@@ -384,14 +395,13 @@ def in_order_of_calls(messages: list[Json]) -> list[Json]:
     """The messages, with the results of an answer's calls in the order of these calls."""
     ordered: list[Json] = []
     place: dict[str, int] = {}
-    for message in messages:
-        if message["role"] == "assistant":
-            place = {call_id: i for i, (call_id, _, _) in enumerate(message["calls"])}
-        ordered.append(message)
-        start = len(ordered)
-        while start and ordered[start - 1]["role"] == "tool":
-            start -= 1
-        ordered[start:] = sorted(ordered[start:], key=lambda m: place.get(m["call_id"], len(place)))
+    for is_result, group in groupby(messages, lambda m: m["role"] == "tool"):
+        found = [*group]
+        if is_result:
+            found.sort(key=lambda m: place.get(m["call_id"], len(place)))
+        for answer in (m for m in found if m["role"] == "assistant"):
+            place = {call_id: i for i, (call_id, _, _) in enumerate(answer["calls"])}
+        ordered += found
     return ordered
 
 
@@ -499,119 +509,58 @@ def response_events(answer: Json) -> Iterator[Json]:
 # HTTP
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads, request_queue_size = True, 512
-    endpoint: Endpoint
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no error of ours."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One thread for each connection."""
-
-    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
-    timeout = IDLE
-    server: _Server
-    has_session = False  # whether the session of the connection's first request is known
-
-    def do_GET(self) -> None:
-        session = None
-        try:
-            session = self._session()
-            if not self.path.startswith("/v1/models"):
-                raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
-        except Refused as refused:
-            return self._refuse(session, refused)
+async def respond(session: Session, request: Request) -> Response:
+    """Answers a request of a session. Raises Refused, and ClientDisconnect."""
+    path, method = request.scope["path"], request.method
+    if method == "GET" and path.startswith("/v1/models"):
         model = {"id": "picorl", "object": "model", "created": 0, "owned_by": "picorl"}
-        is_list = self.path.rstrip("/") == "/v1/models"
-        self._send_json(200, {"object": "list", "data": [model]} if is_list else model)
+        is_list = path.rstrip("/") == "/v1/models"
+        return json_response({"object": "list", "data": [model]} if is_list else model)
+    if method not in ("GET", "POST"):
+        raise Refused(405, f"{method:.10} means nothing here: use POST", "method_not_allowed")
+    session.has_asked |= method == "POST"
+    if method == "GET" or path not in ("/v1/chat/completions", "/v1/responses"):
+        raise Refused(404, f"{path:.60}: there is no such address", "not_found")
+    try:
+        body = json.loads(await read_body(request, MAX_BODY), parse_constant=float_of_json)
+    except TooLarge as error:
+        raise Refused(413, str(error)) from None
+    except ValueError:
+        raise Refused(400, "the request is not JSON") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the request is not a JSON object")
+    answer = await answered(read_ask(session, path, body), request)
+    if not body.get("stream"):
+        return json_response(answer)
+    if path == "/v1/responses":
+        events = [e | {"sequence_number": i} for i, e in enumerate(response_events(answer))]
+        texts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events]
+    else:
+        options = body.get("stream_options") or {}
+        chunks = chat_chunks(answer, bool(options.get("include_usage")))
+        texts = [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
+    return Response("".join(texts), headers={"content-type": "text/event-stream"})
 
-    def do_POST(self) -> None:
-        session = None
-        try:
-            session = self._session()
-            session.has_asked = True
-            body = self._read_json()
-            if self.path not in ("/v1/chat/completions", "/v1/responses"):
-                raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
-            answer = self._answer(read_ask(session, self.path, body, self.connection))
-        except Refused as refused:
-            return self._refuse(session, refused)
-        if not body.get("stream"):
-            return self._send_json(200, answer)
-        if self.path == "/v1/responses":
-            events = [
-                event | {"sequence_number": i} for i, event in enumerate(response_events(answer))
-            ]
-            texts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events]
-        else:
-            options = body.get("stream_options") or {}
-            chunks = chat_chunks(answer, bool(options.get("include_usage")))
-            texts = [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
-        self._send(200, "text/event-stream", "".join(texts))
 
-    def _refuse(self, session: Session | None, refused: Refused) -> None:
-        if session is not None:
-            session.refusals.append(str(refused))
-        elif self.command == "POST":  # a client sends all of its body before it reads the answer
-            with suppress(Refused):
-                self._read()
-        self._send_json(refused.status, refused.body())
+async def answered(ask: Ask, request: Request) -> Json:
+    """The answer, once it is there. Raises Refused if there will be none, and ClientDisconnect."""
+    session = ask.session
+    outcome: asyncio.Future[Any] = asyncio.wrap_future(ask.outcome)
+    hanging_up: asyncio.Future[Any] = asyncio.ensure_future(hung_up(request))
+    session.waiting.add(ask)
+    try:
+        if session.key not in session.endpoint.sessions:
+            raise Refused(401, "the episode of this API key has ended", "episode_ended")
+        session.inbox.put(ask)
+        await asyncio.wait([outcome, hanging_up], return_when=asyncio.FIRST_COMPLETED)
+        if not outcome.done():
+            raise ClientDisconnect
+        return outcome.result()
+    finally:
+        session.waiting.discard(ask)
+        hanging_up.cancel()
+        outcome.cancel()
 
-    def _session(self) -> Session:
-        """Whose request it is. Later requests of a connection may be of others: they share it."""
-        endpoint = self.server.endpoint
-        opener = None if self.has_session else endpoint.opener(self.client_address)
-        session = endpoint.session_of(self.headers, opener)
-        self.has_session = True
-        return session
 
-    def _read(self) -> bytes:
-        """The body. Raises Refused for one of no bounded size, which is not read."""
-        size = self.headers.get("content-length") or ""
-        if not re.fullmatch("[0-9]{1,9}", size) or int(size) > MAX_BODY:
-            self.close_connection = True
-            raise Refused(413, f"a request needs a Content-Length of at most {MAX_BODY:,} bytes")
-        return self.rfile.read(int(size))
-
-    def _read_json(self) -> Json:
-        """The body. Raises Refused for anything but a JSON object of a bounded size."""
-        try:
-            body = json.loads(self._read(), parse_constant=float_of_json)
-        except (ValueError, RecursionError):
-            raise Refused(400, "the request is not JSON") from None
-        if not isinstance(body, dict):
-            raise Refused(400, "the request is not a JSON object")
-        return body
-
-    def _answer(self, ask: Ask) -> Json:
-        """Waits for the answer. Raises Refused if there will be none."""
-        session = ask.session
-        session.waiting.add(ask)
-        try:
-            if session.key not in session.endpoint.sessions:
-                raise Refused(401, "the episode of this API key has ended", "episode_ended")
-            session.inbox.put(ask)
-            ask.done.wait()
-        finally:
-            session.waiting.discard(ask)
-        if isinstance(ask.outcome, Refused):
-            raise ask.outcome
-        return ask.outcome
-
-    def _send_json(self, status: int, value: Json) -> None:
-        self._send(status, "application/json", json.dumps(value))
-
-    def _send(self, status: int, kind: str, text: str) -> None:
-        data = text.encode("utf-8", "replace")
-        self.send_response(status)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(data)))
-        if self.close_connection:
-            self.send_header("connection", "close")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing: the terminal belongs to the run."""
+def json_response(value: Json, status: int = 200) -> Response:
+    return Response(json.dumps(value), status, media_type="application/json")

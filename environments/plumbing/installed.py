@@ -9,7 +9,7 @@ from typing import Any
 from environments.base import UsageError
 
 NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro rich matplotlib yaml numpy
-    httpx filelock jsonschema""".split()  # the dependencies of pyproject.toml
+    httpx filelock jsonschema starlette uvicorn""".split()  # the dependencies of pyproject.toml
 
 # PathFinder is quick; an editable installation has a finder of its own, which find_spec asks
 if missing := [name for name in NEEDED if not (PathFinder.find_spec(name) or find_spec(name))]:
