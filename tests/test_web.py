@@ -10,30 +10,34 @@ import pytest
 from environments.base import Env, Step, UsageError
 from environments.parsing import user
 from environments.plumbing.registry import make
-from environments.plumbing.web import Episode, make_server
+from environments.plumbing.web import Episode, Page
 
 
 @pytest.fixture
 def serve():
-    """Serves an environment; returns its server."""
-    servers = []
+    """Serves an environment; returns its page."""
+    ended, threads = threading.Event(), []
+
+    def work(page):
+        while not ended.is_set():
+            page.work()
+        page.server.close()
 
     def serve(env, name="env", **talkers):
-        episode = Episode(env, name, 1, {}, talkers=talkers)
-        server = make_server(episode)
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        servers.append(server)
-        return server
+        page = Page(Episode(env, name, 1, {}, talkers=talkers))
+        threads.append(threading.Thread(target=work, args=(page,)))
+        threads[-1].start()
+        return page
 
     yield serve
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    ended.set()
+    for thread in threads:
+        thread.join()
 
 
 def ask(server, path, body=None, **headers):
     """(status, headers, text) of a request"""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Content-Type": "application/json", **headers}
     data = None if body is None else json.dumps(body)
     connection.request("GET" if body is None else "POST", path, data, headers)
@@ -95,10 +99,10 @@ def test_request_of_another_site_is_refused(serve, headers):
 def test_page_allows_its_own_script_only_and_is_on_loopback(serve):
     server = serve(make("letter_counting"))
     status, headers, text = ask(server, "/")
-    nonce = headers["Content-Security-Policy"].split("'nonce-")[1].split("'")[0]
+    nonce = headers["content-security-policy"].split("'nonce-")[1].split("'")[0]
     assert status == 200 and f'<script nonce="{nonce}">' in text and "innerHTML" not in text
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert server.server_address[0] == "127.0.0.1"
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert server.server.address[0] == "127.0.0.1"
     assert nonce not in ask(server, "/")[2]
 
 
@@ -111,7 +115,7 @@ def visit(tab, serve):
 
     def visit(*args, **kwargs):
         server = serve(*args, **kwargs)
-        homes.append(f"http://127.0.0.1:{server.server_port}/")
+        homes.append(f"http://127.0.0.1:{server.port}/")
         page.goto(homes[-1])
         page.wait_for_selector("html[data-ready]")
         return page

@@ -15,27 +15,32 @@ from another site is refused.
     POST /talk      {"text": ".."}                         asks the policies; "": begins again
 """
 
+import asyncio
 import json
+import queue
 import random
-import re
 import secrets
-import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from environments.base import Env, Message, MultiAgentEnv, UsageError
 from environments.parsing import prefill_of, user
+from environments.plumbing.http_server import HOST, Server, TooLarge, read_body
 from environments.plumbing.text import printable_json
 from environments.plumbing.tools import ReadCalls, lines_about, read_calls, with_tools
 
 Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response
-HOST = "127.0.0.1"
 PAGE = Path(__file__).with_name("web.html")
 MAX_BODY = 1_000_000  # bytes of a request
+IDLE = 10  # seconds for a request to arrive
+POLL = 0.1  # seconds after which Ctrl-C is noticed where a thread that waits cannot be interrupted
 YOU, DEMONSTRATOR, RANDOM = "you", "demonstrator", "random player"
 SPEAKERS = ("system", "environment", "tool", "tools")  # of the log, besides who responds
 
@@ -153,108 +158,109 @@ class Episode:
         return self.env.guess(agent, self.rng)
 
 
-def make_server(episode: Episode, port: int = 0) -> ThreadingHTTPServer:
-    """Returns a server of the page on loopback; `port` 0: a free one. `serve_forever` runs it."""
-    try:
-        return _Server((HOST, port), partial(_Handler, episode, threading.Lock()))
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"--port {port}: {error}") from None
+class Page:
+    """The page of an episode, served on loopback; `port` 0: a free one. Raises UsageError.
 
+    What requests do to the episode waits in a queue for the thread that calls `work`: environments
+    and policies run in that thread, one call after the other.
+    """
 
-def serve(episode: Episode, port: int = 0) -> None:
-    """Serves the page until Ctrl-C."""
-    with make_server(episode, port) as server:
-        print(f"play at http://{HOST}:{server.server_port}   (Ctrl-C ends)", flush=True)
-        server.serve_forever()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints the traceback of a mistake; a browser that closes its connection is none."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 10  # seconds for a request to arrive
-
-    def __init__(self, episode: Episode, lock: threading.Lock, *args: Any):
-        self.episode, self.lock = episode, lock
-        super().__init__(*args)
-
-    def do_GET(self) -> None:
-        if not self._is_ours():
-            self._send(403, {"error": "open the page at the address that was printed"})
-        elif self.path == "/":
-            nonce = secrets.token_urlsafe(16)
-            page = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce).encode()
-            self._send_bytes(200, "text/html; charset=utf-8", page, f"'nonce-{nonce}'")
-        elif self.path == "/state":
-            with self.lock:
-                self._answer(lambda: None)
-        else:
-            self._send(404, {"error": "there is only one page: /"})
-
-    def do_POST(self) -> None:
-        size = self.headers.get("Content-Length") or "0"
-        length = int(size) if re.fullmatch("[0-9]{1,9}", size) else -1
-        # JSON from another site needs a preflight request, which gets no answer here
-        is_json = self.headers.get("Content-Type") == "application/json"
-        if not self._is_ours() or not is_json or not 0 <= length <= MAX_BODY:
-            self._send(403, {"error": "refused"})
-            return
+    def __init__(self, episode: Episode, port: int = 0):
+        self.episode = episode
+        self.calls = queue.SimpleQueue[tuple[Callable[[], None], Future[Response]]]()
         try:
-            request = json.loads(self.rfile.read(length))
-            if self.path == "/new":
-                call = partial(self.episode.start, int(request["seed"]))
-            elif self.path == "/talk":
-                call = partial(self.episode.talk, str(request["text"]))
+            self.server = Server(self.respond, HOST, port, IDLE)
+        except (OSError, OverflowError) as error:
+            raise UsageError(f"--port {port}: {error}") from None
+        self.port = self.server.address[1]
+
+    def work(self) -> None:
+        """Makes the next call, if one comes within a moment."""
+        with suppress(queue.Empty):
+            call, answer = self.calls.get(timeout=POLL)
+            answer.set_result(self._answer(call))
+
+    async def respond(self, request: Request) -> Response:
+        """Answers a request, its call once that was made."""
+        path = request.scope["path"]
+        if request.method == "POST":
+            return await self._post(path, request)
+        if request.method != "GET":
+            return _json(405, {"error": "refused"})
+        if not self._is_ours(request):
+            return _json(403, {"error": "open the page at the address that was printed"})
+        if path == "/":
+            nonce = secrets.token_urlsafe(16)
+            page = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
+            return _send(200, "text/html; charset=utf-8", page, f"'nonce-{nonce}'")
+        if path == "/state":
+            return await self._called(lambda: None)
+        return _json(404, {"error": "there is only one page: /"})
+
+    async def _post(self, path: str, request: Request) -> Response:
+        # JSON from another site needs a preflight request, which gets no answer here
+        is_json = request.headers.get("content-type") == "application/json"
+        if not self._is_ours(request) or not is_json:
+            return _json(403, {"error": "refused"})
+        try:
+            body = json.loads(await read_body(request, MAX_BODY))
+            if path == "/new":
+                call = partial(self.episode.start, int(body["seed"]))
+            elif path == "/talk":
+                call = partial(self.episode.talk, str(body["text"]))
             else:
-                text, player = request.get("text"), str(request.get("player", YOU))
-                call = partial(self.episode.act, str(request["agent"]),
+                text, player = body.get("text"), str(body.get("player", YOU))
+                call = partial(self.episode.act, str(body["agent"]),
                                None if text is None else str(text), player)  # fmt: skip
+        except TooLarge as error:
+            return _json(413, {"error": str(error)})
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
                 RecursionError) as error:  # fmt: skip
-            self._send(400, {"error": f"bad request: {error}"})
-            return
-        with self.lock:
-            self._answer(call)
+            return _json(400, {"error": f"bad request: {error}"})
+        return await self._called(call)
 
-    def _answer(self, call: Callable[[], None]) -> None:
-        """Sends the state after `call`; its exception as an error."""
+    async def _called(self, call: Callable[[], None]) -> Response:
+        answer = Future[Response]()
+        self.calls.put((call, answer))
+        return await asyncio.wrap_future(answer)
+
+    def _answer(self, call: Callable[[], None]) -> Response:
+        """The state after `call`; its exception as an error."""
         try:
             call()
-            self._send(200, self.episode.state())
-        except Exception as error:  # of the environment or the policy: the page shows it
+            return _json(200, self.episode.state())
+        except (Exception, SystemExit) as error:  # of the environment or the policy
             kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-            self._send(400, {"error": f"{kind}{error}"})
+            return _json(400, {"error": f"{kind}{error}"})
 
-    def _is_ours(self) -> bool:
+    def _is_ours(self, request: Request) -> bool:
         """Whether the browser asks for this page itself, not for a name that leads here."""
-        assert isinstance(self.server, ThreadingHTTPServer)
-        port = self.server.server_port
-        hosts = (f"{HOST}:{port}", f"localhost:{port}")
-        origin = self.headers.get("Origin")
-        return self.headers.get("Host") in hosts and (
+        hosts = (f"{HOST}:{self.port}", f"localhost:{self.port}")
+        origin = request.headers.get("origin")
+        return request.headers.get("host") in hosts and (
             origin is None or origin.removeprefix("http://") in hosts
         )
 
-    def _send(self, status: int, data: dict[str, Any]) -> None:
-        self._send_bytes(status, "application/json", printable_json(json.dumps(data)).encode())
 
-    def _send_bytes(self, status: int, kind: str, body: bytes, inline: str = "'none'") -> None:
-        self.send_response(status)
-        policy = f"default-src 'none'; connect-src 'self'; script-src {inline}; style-src {inline}"
-        for name, value in {
-            "Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store",
-            "Content-Security-Policy": f"{policy}; img-src data:; frame-ancestors 'none'",
-            "X-Content-Type-Options": "nosniff",
-        }.items():  # fmt: skip
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+def serve(episode: Episode, port: int = 0) -> None:
+    """Serves the page until Ctrl-C. The environment and the policies run in this thread."""
+    page = Page(episode, port)
+    print(f"play at http://{HOST}:{page.port}   (Ctrl-C ends)", flush=True)
+    try:
+        while True:
+            page.work()
+    finally:
+        page.server.close()
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+
+def _json(status: int, data: dict[str, Any]) -> Response:
+    return _send(status, "application/json", printable_json(json.dumps(data)))
+
+
+def _send(status: int, kind: str, body: str, inline: str = "'none'") -> Response:
+    policy = f"default-src 'none'; connect-src 'self'; script-src {inline}; style-src {inline}"
+    return Response(body, status, {
+        "Content-Type": kind, "Cache-Control": "no-store",
+        "Content-Security-Policy": f"{policy}; img-src data:; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+    })  # fmt: skip
