@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from starlette.requests import Request
 
 from environments.adapters import endpoint as module
 from environments.adapters.endpoint import MAX_BODY, Choice, Endpoint
@@ -249,4 +248,4 @@ def test_a_request_that_comes_while_its_episode_ends_is_refused(endpoint):
     ask.outcome.set_result({})  # else it would wait for ever
     session.close()
     with pytest.raises(module.Refused, match="the episode of this API key has ended"):
-        asyncio.run(module.answered(ask, Request({"type": "http"})))
+        asyncio.run(module.answered(ask))

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from environments.plumbing.http_server import Server, TooLarge, hung_up, read_body
+from environments.plumbing.http_server import Server, TooLarge, read_body
 
 
 @pytest.fixture
@@ -66,19 +66,22 @@ def test_half_a_request_is_not_waited_for(serve, text):
     assert exchange(serve(echo, idle=0.1), text) == ""
 
 
-def test_a_client_that_hangs_up_is_noticed(serve):
-    noticed = threading.Event()
+@pytest.mark.parametrize("size", [0, 10, 999_999])  # uvicorn stops to read after a long body
+def test_who_hangs_up_cancels_the_answer(serve, size):
+    begun, cancelled = threading.Event(), threading.Event()
 
     async def wait(request):
-        await read_body(request, 10)
-        await hung_up(request)
-        noticed.set()
-        return Response("nobody reads this")
+        await read_body(request, 999_999)
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
     with socket.create_connection(serve(wait).address) as connection:
-        connection.sendall(f"{HEAD}Content-Length: 0\r\n\r\n".encode())
-        assert not noticed.is_set()
-    assert noticed.wait(60)
+        connection.sendall(f"{HEAD}Content-Length: {size}\r\n\r\n{'x' * size}".encode())
+        assert begun.wait(60) and not cancelled.is_set()
+    assert cancelled.wait(60)
 
 
 def test_closing_ends_what_waits_and_frees_the_port(serve):

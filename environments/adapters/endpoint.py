@@ -34,10 +34,10 @@ from itertools import groupby
 from typing import Any
 
 from jsonschema import Draft4Validator
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from environments.plumbing.http_server import HOST, Server, TooLarge, hung_up, read_body
+from environments.plumbing.http_server import HOST, Server, TooLarge, read_body
 
 Json = dict[str, Any]
 OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
@@ -207,7 +207,7 @@ class Endpoint:
         return session
 
     async def respond(self, request: Request) -> Response:
-        """Answers a request. Raises ClientDisconnect if its client has hung up."""
+        """Answers a request."""
         session = None
         try:
             session = await self.session_of(request)
@@ -510,14 +510,14 @@ def response_events(answer: Json) -> Iterator[Json]:
 
 
 async def respond(session: Session, request: Request) -> Response:
-    """Answers a request of a session. Raises Refused, and ClientDisconnect."""
+    """Answers a request of a session. Raises Refused."""
     path, method = request.scope["path"], request.method
     if method == "GET" and path.startswith("/v1/models"):
         model = {"id": "picorl", "object": "model", "created": 0, "owned_by": "picorl"}
         is_list = path.rstrip("/") == "/v1/models"
         return json_response({"object": "list", "data": [model]} if is_list else model)
     if method not in ("GET", "POST"):
-        raise Refused(405, f"{method:.10} means nothing here: use POST", "method_not_allowed")
+        raise Refused(405, f"{method:.10} is not supported: use GET or POST", "method_not_allowed")
     session.has_asked |= method == "POST"
     if method == "GET" or path not in ("/v1/chat/completions", "/v1/responses"):
         raise Refused(404, f"{path:.60}: there is no such address", "not_found")
@@ -529,7 +529,7 @@ async def respond(session: Session, request: Request) -> Response:
         raise Refused(400, "the request is not JSON") from None
     if not isinstance(body, dict):
         raise Refused(400, "the request is not a JSON object")
-    answer = await answered(read_ask(session, path, body), request)
+    answer = await answered(read_ask(session, path, body))
     if not body.get("stream"):
         return json_response(answer)
     if path == "/v1/responses":
@@ -542,24 +542,18 @@ async def respond(session: Session, request: Request) -> Response:
     return Response("".join(texts), headers={"content-type": "text/event-stream"})
 
 
-async def answered(ask: Ask, request: Request) -> Json:
-    """The answer, once it is there. Raises Refused if there will be none, and ClientDisconnect."""
+async def answered(ask: Ask) -> Json:
+    """The answer, once it is there. Raises Refused if there will be none. Who cancels this cancels
+    the request."""
     session = ask.session
-    outcome: asyncio.Future[Any] = asyncio.wrap_future(ask.outcome)
-    hanging_up: asyncio.Future[Any] = asyncio.ensure_future(hung_up(request))
     session.waiting.add(ask)
     try:
         if session.key not in session.endpoint.sessions:
             raise Refused(401, "the episode of this API key has ended", "episode_ended")
         session.inbox.put(ask)
-        await asyncio.wait([outcome, hanging_up], return_when=asyncio.FIRST_COMPLETED)
-        if not outcome.done():
-            raise ClientDisconnect
-        return outcome.result()
+        return await asyncio.wrap_future(ask.outcome)
     finally:
         session.waiting.discard(ask)
-        hanging_up.cancel()
-        outcome.cancel()
 
 
 def json_response(value: Json, status: int = 200) -> Response:

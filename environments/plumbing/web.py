@@ -178,7 +178,9 @@ class Page:
         """Makes the next call, if one comes within a moment."""
         with suppress(queue.Empty):
             call, answer = self.calls.get(timeout=POLL)
-            answer.set_result(self._answer(call))
+            response = self._answer(call)
+            if answer.set_running_or_notify_cancel():  # else the browser has left
+                answer.set_result(response)
 
     async def respond(self, request: Request) -> Response:
         """Answers a request, its call once that was made."""
