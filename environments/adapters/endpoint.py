@@ -256,8 +256,6 @@ class Endpoint:
 
     def close(self) -> None:
         """Stops listening, and refuses what is still waiting."""
-        for session in [*self.sessions.values()]:
-            session.close()
         self.server.close()
 
 
