@@ -217,9 +217,11 @@ def test_who_hangs_up_is_not_waited_for(endpoint):
         while not (asks := session.receive(0.05)):
             pass
         assert asks[0].is_waited_for()
-    while asks[0].is_waited_for():
+    while asks[0].is_waited_for() or not session.refusals:
         pass
     asks[0].reply([HELLO], 1)
+    asks[0].refuse(400, "nobody reads this either", "invalid_request")
+    assert session.refusals == ["the client hung up"]  # too many end the episode
 
 
 def test_on_another_address_too_nobody_gets_in_without_a_key():

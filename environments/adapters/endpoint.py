@@ -25,7 +25,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -144,12 +144,12 @@ class Ask:
                        "calls": choices[0].calls, "thought": choices[0].thought}  # fmt: skip
             first = 1 if self.body.get("instructions") else 0  # they are of this request alone
             self.session.responses[answer["id"]] = [*self.messages[first:], message]
-        if self.outcome.set_running_or_notify_cancel():  # from now on it cannot be cancelled
+        with suppress(InvalidStateError):  # the client has hung up, or the episode has ended
             self.outcome.set_result(answer)
 
     def refuse(self, status: int, message: str, code: str) -> None:
         """Sends an error."""
-        if self.outcome.set_running_or_notify_cancel():
+        with suppress(InvalidStateError):
             self.outcome.set_exception(Refused(status, message, code))
 
 
@@ -211,7 +211,7 @@ class Endpoint:
         session = None
         try:
             session = await self.session_of(request)
-            return await respond(session, request)
+            return await response_to(session, request)
         except Refused as error:
             refused = error
         except RecursionError:
@@ -507,8 +507,8 @@ def response_events(answer: Json) -> Iterator[Json]:
 # HTTP
 
 
-async def respond(session: Session, request: Request) -> Response:
-    """Answers a request of a session. Raises Refused."""
+async def response_to(session: Session, request: Request) -> Response:
+    """The response to a request of a session. Raises Refused."""
     path, method = request.scope["path"], request.method
     if method == "GET" and path.startswith("/v1/models"):
         model = {"id": "picorl", "object": "model", "created": 0, "owned_by": "picorl"}
@@ -541,8 +541,8 @@ async def respond(session: Session, request: Request) -> Response:
 
 
 async def answered(ask: Ask) -> Json:
-    """The answer, once it is there. Raises Refused if there will be none. Who cancels this cancels
-    the request."""
+    """The answer, once it is there. Raises Refused if there will be none, and CancelledError, which
+    cancels the request, if the client hangs up."""
     session = ask.session
     session.waiting.add(ask)
     try:
@@ -550,6 +550,9 @@ async def answered(ask: Ask) -> Json:
             raise Refused(401, "the episode of this API key has ended", "episode_ended")
         session.inbox.put(ask)
         return await asyncio.wrap_future(ask.outcome)
+    except asyncio.CancelledError:
+        session.refusals.append("the client hung up")
+        raise
     finally:
         session.waiting.discard(ask)
 

@@ -75,10 +75,9 @@ async def read_body(request: Request, most: int) -> bytes:
     if size <= most:
         async for chunk in request.stream():
             body += chunk
-            size = max(size, len(body))
-            if size > most:
+            if len(body) > most:
                 break
-    if size > most:
+    if max(size, len(body)) > most:
         raise TooLarge(f"a request has at most {most:,} bytes")
     return bytes(body)
 

@@ -21,7 +21,7 @@ import queue
 import random
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -179,7 +179,7 @@ class Page:
         with suppress(queue.Empty):
             call, answer = self.calls.get(timeout=POLL)
             response = self._answer(call)
-            if answer.set_running_or_notify_cancel():  # else the browser has left
+            with suppress(InvalidStateError):  # the browser has left
                 answer.set_result(response)
 
     async def respond(self, request: Request) -> Response:
