@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import openai
 import pytest
@@ -222,6 +223,33 @@ def test_who_hangs_up_is_not_waited_for(endpoint):
     asks[0].reply([HELLO], 1)
     asks[0].refuse(400, "nobody reads this either", "invalid_request")
     assert session.refusals == ["the client hung up"]  # too many end the episode
+
+
+def test_programs_may_share_a_connection_once_its_own_has_asked():
+    """What opens a connection asks first with its own key: then others may ask there, too."""
+    endpoint = module.shared()
+    first, second = endpoint.open(), endpoint.open()
+
+    def connect():
+        connection = http.client.HTTPConnection(*endpoint.server.address)
+        connection.connect()
+        return connection
+
+    def status(connection, session):
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {session.key}"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+    context = copy_context()
+    context.run(module.PROGRAM.set, first)
+    own, other = context.run(connect), context.run(connect)
+    assert [status(own, asking) for asking in (first, second, first)] == [200, 200, 200]
+    assert not first.used_other_key
+    assert [status(other, second), status(other, second)] == [403, 403]
+    assert first.used_other_key and not second.used_other_key
+    for closing in (own, other, first, second):
+        closing.close()
 
 
 def test_on_another_address_too_nobody_gets_in_without_a_key():

@@ -57,7 +57,8 @@ def test_a_request_of_any_form_gets_an_answer(serve, text, status, body, capfd):
     server = serve(echo)
     answer = exchange(server, text)
     assert answer.startswith(f"HTTP/1.1 {status} ") and answer.endswith(body)
-    assert httpx.post("http://{}:{}".format(*server.address), content="ok").text == "ok"
+    url = "http://{}:{}".format(*server.address)
+    assert httpx.post(url, content="ok", trust_env=False).text == "ok"
     assert capfd.readouterr() == ("", "")
 
 
@@ -84,6 +85,19 @@ def test_who_hangs_up_cancels_the_answer(serve, size):
     assert cancelled.wait(60)
 
 
+def test_no_header_says_who_asks_and_answers_are_not_held_back(serve):
+    async def who(request):
+        return Response(request.client.host)
+
+    server = serve(who)
+    with httpx.Client(trust_env=False) as client:
+        url, forged = "http://{}:{}".format(*server.address), {"X-Forwarded-For": "1.2.3.4"}
+        assert client.get(url, headers=forged).text == "127.0.0.1"
+        [connection] = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_closing_ends_what_waits_and_frees_the_port(serve):
     begun = threading.Event()
 
@@ -105,7 +119,7 @@ def test_a_mistake_in_the_answer_is_shown_and_ends_nothing(serve, capfd):
     async def fail(request):
         raise KeyError("a mistake")
 
-    server = serve(fail)
+    url = "http://{}:{}".format(*serve(fail).address)
     for _ in range(2):
-        assert httpx.get("http://{}:{}".format(*server.address)).status_code == 500
+        assert httpx.get(url, trust_env=False).status_code == 500
     assert capfd.readouterr().err.count("KeyError: 'a mistake'") == 2
