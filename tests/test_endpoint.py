@@ -92,6 +92,10 @@ def test_calls_come_back_as_tool_calls(session, stream):
     client.chat.completions.create(model="x", messages=[*CHAT, message, *results])
     told = session.asked[1].messages
     assert told[1]["calls"] == TWO and [m["content"] for m in told[2:]] == ["a", "b"]
+    apart = [*CHAT, message, *CHAT, *results, *CHAT, *results]
+    client.chat.completions.create(model="x", messages=apart)
+    told = session.asked[2].messages
+    assert [m["content"] for m in told[2:]] == ["Hi", "a", "b", "Hi", "a", "b"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -177,6 +181,7 @@ ASK = json.dumps({"model": "x", "messages": CHAT})
     (("POST", "/v1/chat/completions", ASK[:-1] + ', "temperature": NaN}', {}), 400),
     (("POST", "/v1/chat/completions", ASK[:-1] + ', "temperature": 1e999}', {}), 400),
     (("GET", "/v1/models", "", {"Authorization": "Bearer no"}), 401),
+    (("PUT", "/v1/models", "", {}), 405),
     (("GET", "/v1/models", "", {"Origin": "http://a.page"}), 403),
     (("POST", "/v1/chat/completions", "", {"Content-Length": str(MAX_BODY + 1)}), 413),
 ])  # fmt: skip

@@ -46,8 +46,8 @@ CLOSE = f"{HEAD}Connection: close\r\n"
     (f"{CLOSE}Content-Length: 10\r\n\r\n0123456789", 200, "0123456789"),
     (f"{CLOSE}Transfer-Encoding: chunked\r\n\r\n4\r\n0123\r\n2\r\n45\r\n0\r\n\r\n", 200, "012345"),
     (f"{CLOSE}\r\n", 200, ""),
-    (f"{HEAD}Content-Length: 11\r\n\r\n", 413, "a request has at most 10 bytes"),  # it is not read
-    (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n0b\r\n01234567890\r\n", 413, "at most 10 bytes"),
+    (f"{CLOSE}Content-Length: 11\r\n\r\n", 413, "a request has at most 10 bytes"),  # it is not read
+    (f"{CLOSE}Transfer-Encoding: chunked\r\n\r\n0b\r\n01234567890\r\n", 413, "at most 10 bytes"),
     (f"{HEAD}Content-Length: x\r\n\r\n", 400, ""),
     (f"{HEAD}Content-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, ""),
     (f"{HEAD}A: {'a' * 65_536}\r\n", 400, ""),
@@ -60,6 +60,13 @@ def test_a_request_of_any_form_gets_an_answer(serve, text, status, body, capfd):
     url = "http://{}:{}".format(*server.address)
     assert httpx.post(url, content="ok", trust_env=False).text == "ok"
     assert capfd.readouterr() == ("", "")
+
+
+def test_who_sends_far_too_much_reads_why(serve):
+    url = "http://{}:{}".format(*serve(echo).address)
+    with httpx.Client(trust_env=False) as client:
+        assert client.post(url, content=b"x" * 20_000_000).status_code == 413
+        assert client.post(url, content="ok").text == "ok"
 
 
 @pytest.mark.parametrize("text", ["", HEAD, f"{HEAD}Content-Length: 9\r\n\r\n0"])

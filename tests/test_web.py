@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 from functools import partial
 
@@ -87,7 +88,9 @@ def test_each_talker_hears_its_own_conversation_only(serve):
     assert json.loads(ask(server, "/talk", {"text": ""})[2])["talk"] == []
 
 
-@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
+@pytest.mark.parametrize("headers", [
+    {"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Content-Type": "text/plain"},
+])  # fmt: skip
 def test_request_of_another_site_is_refused(serve, headers):
     server = serve(make("letter_counting"))
     status, _, _ = ask(server, "/act", {"agent": "player", "text": "x"}, **headers)
@@ -162,6 +165,36 @@ def test_choices_and_typed_answers_get_the_form_that_the_task_asks_for(visit):
     page.click("#next")
     ready(page, 1)
     assert page.input_value("#seed") == "2"
+
+
+class Failing(Env):
+    def reset(self, seed):
+        return [user("?")]
+
+    def step(self, response):
+        raise SystemExit(response)
+
+
+def test_an_environment_that_ends_the_program_and_too_long_a_text_are_errors(serve):
+    server, long = serve(Failing()), "x" * 1_000_000
+    for text, status, error in (
+        ("bye", 400, "SystemExit: bye"), (long, 413, "a request has at most 1,000,000 bytes"),
+    ):  # fmt: skip
+        found, _, answer = ask(server, "/act", {"agent": "player", "text": text})
+        assert (found, json.loads(answer)["error"]) == (status, error)
+    assert ask(server, "/state")[0] == 200
+
+
+def test_a_browser_that_leaves_ends_nothing():
+    page = Page(Episode(make("letter_counting"), "env", 1))
+    with socket.create_connection(page.server.address) as connection:
+        connection.sendall(f"GET /state HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n\r\n".encode())
+        call, answer = page.calls.get()
+    while not answer.cancelled():
+        pass
+    page.calls.put((call, answer))
+    page.work()
+    page.server.close()
 
 
 class Hostile(Env):

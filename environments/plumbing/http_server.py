@@ -48,8 +48,6 @@ class Server(uvicorn.Server):
             except Exception:  # a mistake of ours
                 traceback.print_exc()
                 response = Response("internal error", 500)
-            if response.status_code == 413:  # what was not read is no request
-                response.headers["connection"] = "close"
             await response(scope, receive, send)
 
         # It logs nothing: the terminal belongs to the run. No header is believed to say who asks
@@ -69,7 +67,7 @@ class Server(uvicorn.Server):
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Raises TooLarge for more than `most` bytes, and reads no more of them."""
+    """Raises TooLarge for more than `most` bytes; the server drops what comes after them."""
     size = int(request.headers.get("content-length") or 0)  # the protocol lets only digits through
     body = bytearray()
     if size <= most:
