@@ -102,7 +102,7 @@ class Call:
 
     key: Any
     function: Callable[[], Any]
-    limit: float  # seconds; inf: none
+    is_limited: bool
     ended: "queue.SimpleQueue[tuple[Any, Outcome]]"  # where its outcome is put
     since: float = 0.0  # when it began, and in which thread
     ident: int = 0
@@ -124,8 +124,7 @@ class Calls:
 
     def start(self, key: Any, function: Callable[[], Any], limited: bool = True) -> None:
         """Makes a call once a thread is free; `ended` returns its outcome with the key."""
-        limit = self.limit if limited else math.inf
-        self.to_make.put(Call(key, function, limit, self.made))
+        self.to_make.put(Call(key, function, limited, self.made))
         self.num_open += 1
         if self.num_threads < min(self.count, self.num_open):
             self._hire()
@@ -137,9 +136,9 @@ class Calls:
             found.append(self.made.get(timeout=wait) if wait else self.made.get_nowait())
             while True:
                 found.append(self.made.get_nowait())
-        now = time.monotonic()
-        for call in [call for call in self.at_work.copy() if now - call.since > call.limit]:
-            error = _time_limit(call.limit, traceback_of(sys._current_frames().get(call.ident)))
+        due = time.monotonic() - self.limit
+        for call in [c for c in self.at_work.copy() if c.is_limited and c.since < due]:
+            error = _time_limit(self.limit, traceback_of(sys._current_frames().get(call.ident)))
             if self._give_up(call):
                 found.append((call.key, (None, error)))
                 self._hire()
