@@ -68,7 +68,10 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
         if is_overdue or ends:
             raise Overdue
 
-    timers = {signal.SIGALRM: signal.ITIMER_REAL, signal.SIGVTALRM: signal.ITIMER_VIRTUAL}
+    timers: dict[int, int] = {
+        signal.SIGALRM: signal.ITIMER_REAL,
+        signal.SIGVTALRM: signal.ITIMER_VIRTUAL,
+    }
     before = {number: signal.signal(number, ring) for number in timers}
     loop = asyncio._get_running_loop()  # of a notebook, where `asyncio.run` would raise
     outcome: Outcome = None, None
@@ -92,7 +95,8 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
     if isinstance(outcome[1], KeyboardInterrupt):
         raise outcome[1]
     if is_overdue:
-        return None, _time_limit(limit, outcome[1] and outcome[1].__traceback__)
+        error = outcome[1]
+        return None, _time_limit(limit, error.__traceback__ if error else None)
     return outcome
 
 
