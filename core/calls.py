@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 LOOK = 1.0  # seconds between two looks at a call in the main thread
+PATIENCE = 5  # interruptions that a call may catch
 LEAVE = 1.0  # seconds that a thread stays whose call was given up
 
 Outcome = tuple[Any, BaseException | None]  # what a call returned or raised
@@ -51,22 +52,26 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
     seconds: an endless loop still ends.
     """
     since, is_overdue, ends = time.monotonic(), False, list[BaseException]()
-    at_work = True
+    at_work, caught = True, 0
 
     def ring(number: int, frame: FrameType | None) -> None:
-        nonlocal is_overdue
+        nonlocal is_overdue, caught
         if not at_work:
             return
         seconds = time.monotonic() - since
         is_overdue = seconds >= limit
-        # the call may catch Overdue: then it is raised again
-        signal.setitimer(timers[number], LOOK if is_overdue else min(LOOK, limit - seconds))
         try:
             look(seconds, frame)
         except BaseException as error:
             ends.append(error)
-        if is_overdue or ends:
-            raise Overdue
+        if not (is_overdue or ends):
+            signal.setitimer(timers[number], min(LOOK, limit - seconds))
+            return
+        caught += 1  # unless this one ends the call
+        signal.setitimer(timers[number], LOOK)
+        if caught > PATIENCE:
+            _raise_at_next_line(frame)
+        raise Overdue
 
     timers: dict[int, int] = {
         signal.SIGALRM: signal.ITIMER_REAL,
@@ -74,6 +79,7 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
     }
     before = {number: signal.signal(number, ring) for number in timers}
     loop = asyncio._get_running_loop()  # of a notebook, where `asyncio.run` would raise
+    trace = sys.gettrace()  # of a debugger
     outcome: Outcome = None, None
     try:
         try:
@@ -90,6 +96,8 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
             signal.setitimer(timer, 0)
             signal.signal(number, before[number] or signal.SIG_DFL)
         asyncio._set_running_loop(loop)
+        if caught > PATIENCE:
+            sys.settrace(trace)
     if ends:
         raise ends[0]
     if isinstance(outcome[1], KeyboardInterrupt):
@@ -209,6 +217,19 @@ def interrupt(ident: int) -> None:
     """Raises Overdue in the thread with this ident when it next runs Python code."""
     error = ctypes.py_object(Overdue)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), error)
+
+
+def _raise_at_next_line(frame: FrameType | None) -> None:
+    """Raises Overdue where the code goes on after it has caught one: outside of that `try`."""
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            raise Overdue
+        return trace
+
+    sys.settrace(trace)  # until it raises
+    while frame and frame.f_code.co_filename != __file__:
+        frame.f_trace, frame = trace, frame.f_back
 
 
 def traceback_of(frame: FrameType | None) -> TracebackType | None:

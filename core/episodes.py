@@ -84,6 +84,9 @@ class RolloutCollector:
         env_instances: int | None = None,
         system_prompt: str = "",
         renderer: type[Renderer] = Renderer,
+        opponents: Any = None,
+        shows_right: bool = False,
+        play_program: Any = None,
         say: Callable[[str], None] = lambda line: None,
     ):
         """`drop_thinking` and `system_prompt`: as `Renderer`.
@@ -91,13 +94,14 @@ class RolloutCollector:
         `env_workers`: calls of environments that wait, at the same time.
         `env_instances`: heavy environments (`Env.heavy`) and programs that exist at the same time.
         `renderer`: core/extras/tools.py has the one for environments with tools.
+        `opponents`: core/extras/opponents.py; None: the policy plays all agents.
+        `shows_right`: whether turns of training get `feedback_ids`.
+        `play_program`: an episode of a program that asks: core/extras/agents.py.
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = renderer(policy, drop_thinking, system_prompt)
         self.pool = Pool(self.renderer.prepare, env_workers, env_timeout, env_instances, say)
-        self.opponents: Any = None  # core/extras/opponents.py; None: the policy plays all agents
-        self.shows_right = False  # whether turns get `feedback_ids`
-        self.play_program: Any = None  # an episode of a program that asks: core/extras/agents.py
+        self.opponents, self.shows_right, self.play_program = opponents, shows_right, play_program
 
     def collect(
         self,
@@ -198,8 +202,10 @@ class RolloutCollector:
         """`episode` in an environment of the pool; an exception costs only this episode."""
         env = episode.env = yield from self.pool.borrow(episode.task.env)
         try:
-            play = self.play_program if is_program(episode.task.env) else self.episode
-            yield from play(episode, answerer)
+            if is_program(episode.task.env):
+                yield from self.play_program(self, episode, answerer)
+            else:
+                yield from self.episode(episode, answerer)
         except (GeneratorExit, KeyboardInterrupt, EndRun):
             raise
         except BaseException as error:  # SystemExit too: an environment must not end the run

@@ -21,7 +21,15 @@ from typing import Any
 
 import torch
 
-from core.calls import Calls, Outcome, TimeLimit, call_here, can_call_here, traceback_of
+from core.calls import (
+    Calls,
+    Outcome,
+    TimeLimit,
+    call_here,
+    can_call_here,
+    in_thread,
+    traceback_of,
+)
 from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step, has_step_batch
 from environments.plumbing.registry import EnvSpec, make, place_of
 
@@ -140,9 +148,11 @@ class Pool:
         self.here.clear()
         under_way = [*self.in_order.clear(), *self.side_by_side.clear()]
         at_work = {call.env for group in under_way for call in group}
-        for env in self.lent:
-            if is_program(env.spec) or env not in at_work:
-                (self.side_by_side if env.waits else self.in_order).start([], env.close)
+        unused = [env for env in self.lent if is_program(env.spec) or env not in at_work]
+        for env in unused:
+            if env.waits:
+                in_thread(env.close)
+        in_thread(lambda: [*map(close_quietly, (env for env in unused if not env.waits))])
         self.lent.clear()
 
     def close(self) -> None:
@@ -275,6 +285,12 @@ def step_together(calls: list[EnvCall]) -> list[Outcome]:
         except Exception as error:
             outcomes.append((None, error))
     return outcomes
+
+
+def close_quietly(env: PooledEnv) -> None:
+    """Closes an environment after which nobody asks."""
+    with suppress(Exception, SystemExit):
+        env.close()
 
 
 def most_at_once(spec: EnvSpec) -> int:

@@ -146,6 +146,7 @@ def often(monkeypatch):
     """Programs are looked at, and interrupted, every few milliseconds."""
     for module, name in ((agent, "POLL"), (agent, "INTERVAL"), (endpoint, "PAUSE")):
         monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(agent.AgentProgram, "patience", agent.SILENCE)  # a test may change it
 
 
 @pytest.fixture
@@ -164,9 +165,10 @@ def write(tmp_path):
 
 
 def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, say=None, **options):
-    collector = RolloutCollector(policy, max_turns, **options)
-    collector.pool.say = say or collector.pool.say
-    collector.play_program = partial(agents.play_program, collector)
+    say = say or (lambda line: None)
+    collector = RolloutCollector(
+        policy, max_turns, play_program=agents.play_program, say=say, **options
+    )
     tasks = [Task(spec, seed, seed) for seed in range(num)]
     try:
         return collector.collect(tasks, sampler or TorchSampler(policy), SamplingParams(max_tokens))
@@ -390,7 +392,8 @@ MIXED_UP = {
 
 
 @pytest.mark.parametrize("how", MIXED_UP)
-def test_a_client_of_another_episode_ends_the_run(policy, write, how):
+def test_a_client_of_another_episode_ends_the_run(policy, write, monkeypatch, how):
+    monkeypatch.setattr(agent.AgentProgram, "patience", 0.5)
     spec = write(f"""
 import threading
 from openai import OpenAI
@@ -632,7 +635,7 @@ def test_a_reset_ends_the_program_of_the_episode_before(write):
     in_thread(partial(env.reset, 1))
     wait_for(lambda: not first.is_alive())
     wait_for(lambda: env.play is not None and env.play.thread is not first)
-    assert env.play.thread.is_alive()
+    wait_for(env.play.thread.is_alive)
     env.close()
 
 

@@ -140,6 +140,21 @@ def test_an_endless_loop_ends_at_its_limit_also_after_an_alarm_of_its_own(monkey
 
 
 @HAS_ALARM
+def test_a_loop_that_catches_everything_ends_too(monkeypatch):
+    monkeypatch.setattr(calls, "LOOK", 0.02)
+
+    def retries():
+        while True:
+            try:  # noqa: SIM105
+                time.sleep(600)
+            except BaseException:  # as `except:`
+                pass
+
+    _, error = call_here(retries, 0.05, never)
+    assert isinstance(error, calls.TimeLimit) and place_of(error)
+
+
+@HAS_ALARM
 def test_who_looks_at_a_call_may_end_it(monkeypatch):
     """As the first Ctrl-C does."""
     monkeypatch.setattr(calls, "LOOK", 0.01)

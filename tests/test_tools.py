@@ -6,7 +6,6 @@ public ones. The tokenizer has one token per byte.
 
 import asyncio
 import json
-from functools import partial
 from typing import Literal, NamedTuple
 
 import pytest
@@ -232,7 +231,7 @@ def with_template(policy, template):
 def play(policy, *texts, max_turns=9, env="adder", **options):
     sampler = Answers(policy, *texts)
     collector = RolloutCollector(policy, max_turns, renderer=tools.ToolRenderer, **options)
-    collector.play_program = partial(agents.play_program, collector)
+    collector.play_program = agents.play_program
     (rollout,) = collector.collect([Task(env, 1, 0)], sampler, PARAMS)
     return rollout, sampler
 

@@ -270,12 +270,11 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
 
 def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
     """What plays the tasks of a run with a policy."""
-    collector = RolloutCollector(
+    return RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-        system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer, say=_note,
+        system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer,
+        play_program=agents.play_program, say=_note,
     )  # fmt: skip
-    collector.play_program = partial(agents.play_program, collector)
-    return collector
 
 
 def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:

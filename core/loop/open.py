@@ -355,18 +355,17 @@ def _make_collector(
     envs, renderer = [*map(EnvSpec, (*cfg.env, *cfg.eval_env))], Renderer
     if any(map(tasks.has_tools, envs)):
         from core.extras.tools import ToolRenderer as renderer
-    collector = RolloutCollector(
-        policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-        env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
-        say=say,
-    )  # fmt: skip
-    collector.opponents = opponents
-    collector.shows_right = "feedback" in config.needs(cfg)
+    play_program: Any = None
     if any(map(is_agent_program, envs)):
         from core.extras import agents
 
-        collector.play_program = partial(agents.play_program, collector)
-    return collector
+        play_program = agents.play_program
+    return RolloutCollector(
+        policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
+        env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
+        opponents=opponents, shows_right="feedback" in config.needs(cfg), play_program=play_program,
+        say=say,
+    )  # fmt: skip
 
 
 def _rows_left_out(cfg: Config, collector: RolloutCollector) -> list[str]:
