@@ -262,9 +262,15 @@ class Endpoint:
 @cache
 def shared(host: str = HOST) -> Endpoint:
     """The endpoint of this process on a host, whose sessions are episodes. Raises OSError."""
-    sys.addaudithook(_note_connection)
+    watch_connections()
     raise_limit_of_files()
     return Endpoint(host=host)
+
+
+@cache
+def watch_connections() -> None:
+    """Notes which program opens which connection; once in a process, whatever its endpoints."""
+    sys.addaudithook(_note_connection)
 
 
 def raise_limit_of_files() -> None:
