@@ -114,6 +114,7 @@ class Call:
 
     key: Any
     function: Callable[[], Any]
+    finish: Callable[[Outcome], Outcome]
     is_limited: bool
     ended: "queue.SimpleQueue[tuple[Any, Outcome]]"  # where its outcome is put
     since: float = 0.0  # when it began, and in which thread
@@ -134,9 +135,16 @@ class Calls:
         self.at_work = dict[Call, bool]()  # who takes a call out answers for it; needs no lock
         self.num_open = self.num_threads = 0  # calls without an outcome; threads that make calls
 
-    def start(self, key: Any, function: Callable[[], Any], limited: bool = True) -> None:
-        """Makes a call once a thread is free; `ended` returns its outcome with the key."""
-        self.to_make.put(Call(key, function, limited, self.made))
+    def start(
+        self,
+        key: Any,
+        function: Callable[[], Any],
+        finish: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+        limited: bool = True,
+    ) -> None:
+        """Makes a call once a thread is free; `ended` returns its outcome with the key, as `finish`
+        changes it in the thread. What was given up is not finished."""
+        self.to_make.put(Call(key, function, finish, limited, self.made))
         self.num_open += 1
         if self.num_threads < min(self.count, self.num_open):
             self._hire()
@@ -187,7 +195,7 @@ class Calls:
                 if not self.at_work.pop(call, False):  # given up
                     time.sleep(LEAVE)  # Overdue may be on its way
                     return
-                call.ended.put((call.key, outcome))
+                call.ended.put((call.key, call.finish(outcome)))
 
     def _give_up(self, call: Call) -> bool:
         """Leaves the thread to its call. False if the call has just ended."""

@@ -115,12 +115,14 @@ class Pool:
         for key, group in groups.items():
             make_them = step_together if isinstance(key, EnvSpec) else make_one
             function, env = partial(self._make, make_them, group), group[0].env
+            finish = partial(self._finish, env=env)
             if env.waits:  # a program has a limit of its own
-                self.side_by_side.start(group, function, limited=not is_program(env.spec))
+                limited = not is_program(env.spec)
+                self.side_by_side.start(group, function, finish, limited)
             elif can_call_here():
                 self.here.append((group, function))
             else:
-                self.in_order.start(group, function)
+                self.in_order.start(group, function, finish)
 
     def ended(self, wait: float, on_progress: Callable[[], None]) -> dict[Any, Outcome]:
         """The outcome of each call that has ended, after at most `wait` seconds.
@@ -176,27 +178,31 @@ class Pool:
             with suppress(RuntimeError):  # the call was writing to the terminal
                 on_progress()
 
-        return call_here(function, self.in_order.limit, look)
+        return self._finish(call_here(function, self.in_order.limit, look), call.env)
 
     def _make(
         self, make_them: Callable[[list[EnvCall]], list[Outcome]], group: list[EnvCall]
     ) -> list[Outcome]:
-        """Makes a call in any thread. What all calls share is then as it was."""
+        """Makes a call in any thread."""
         env, since, is_new = group[0].env, time.monotonic(), group[0].env.game is None
         self._restore()  # a call that was given up may have gone on
         try:
             with torch.enable_grad():
-                outcomes = make_them(group)
+                return make_them(group)
         finally:
-            has_moved = self._restore()
-        if not is_new:  # to build one may take long
-            self.seconds[env.spec] += time.monotonic() - since
-        if has_moved and is_program(env.spec):  # another program may have left the folder
-            self.say_once("an agent changed the working directory, which all share: the run "
-                          "changed it back")  # fmt: skip
-        elif has_moved:
-            raise RuntimeError("the environment changed the working directory")
-        return outcomes
+            torch.set_default_dtype(self.dtype)
+            if not is_new:  # to build one may take long
+                self.seconds[env.spec] += time.monotonic() - since
+
+    def _finish(self, outcome: Outcome, env: "PooledEnv") -> Outcome:
+        """The outcome of a call; it is an error if the call has left the working directory."""
+        if not self._restore():
+            return outcome
+        if not is_program(env.spec):
+            return None, RuntimeError("the environment changed the working directory")
+        self.say_once("an agent changed the working directory, which all share: the run changed it "
+                      "back")  # fmt: skip
+        return outcome  # another program may have left it
 
     def _restore(self) -> bool:
         """Restores the working directory, which the run's paths need, and PyTorch's dtype; whether

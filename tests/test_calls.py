@@ -422,7 +422,7 @@ def test_a_call_cannot_change_the_settings_of_pytorch(policy, register, way):
 
 
 def test_a_thread_whose_call_was_given_up_makes_no_other_one():
-    made, go = Calls(1, 0.05, interrupts=True), threading.Event()
+    made, go, late = Calls(1, 0.05, interrupts=True), threading.Event(), []
 
     def ended():
         while not (found := made.ended(0.01)):
@@ -430,14 +430,17 @@ def test_a_thread_whose_call_was_given_up_makes_no_other_one():
         [(key, (value, error))] = found
         return key, value, type(error)
 
-    made.start("hangs", lambda: go.wait(60) or threading.get_ident())
+    made.start("hangs", lambda: go.wait(60), lambda outcome: late.append(outcome))
     assert ended() == ("hangs", None, calls.TimeLimit)
     made.start("next", threading.get_ident)
     _, first, _ = ended()
     made.start("unlimited", lambda: time.sleep(0.2) or threading.get_ident(), limited=False)
     assert ended() == ("unlimited", first, type(None))  # in the same thread, beyond the limit
+    made.start("finished", lambda: 3, lambda outcome: (outcome[0] + 1, OSError()))
+    assert ended() == ("finished", 4, OSError)
     go.set()
     assert made.num_open == 0 and not made.ended(0.1)  # what came too late is nobody's
+    assert not late
     made.start("forgotten", time.monotonic)
     made.clear()
     assert not made.ended(0.1)
