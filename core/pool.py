@@ -147,6 +147,7 @@ class Pool:
 
     def abandon(self) -> None:
         """Forgets all calls; closes the environments in use, but for those still at work."""
+        self._restore()
         self.here.clear()
         under_way = [*self.in_order.clear(), *self.side_by_side.clear()]
         at_work = {call.env for group in under_way for call in group}
