@@ -273,7 +273,7 @@ def run(cfg: Config, env: Any = None) -> int:
 
     def parse(_: list[str]) -> Config:
         named = cfg if env is None else replace(cfg, env=(registry.name_object(env),))
-        return cli.parse(cli.flags_of(named))
+        return cli.complete(named)
 
     return cli.run(main, [], parse)
 

@@ -206,7 +206,24 @@ def test_a_config_file_and_a_command_line_give_all_settings_back(tmp_path):
         cfg = dataclasses.replace(some(Config, turn, own), algo="ppo", options=options)
         file = written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))
         assert read_config(file, trust=True) == cfg
-        assert cli.parse(cli.flags_of(cfg)) == cfg
+        assert cli.complete(cfg) == cfg
+
+
+def test_an_object_may_have_what_a_flag_may_and_is_refused_in_a_line():
+    loose = Config(env=["reverse"], num_updates="3", lr="1e-3", algo="ppo")  # type: ignore
+    exact = Config(env=("reverse",), num_updates=3, lr=1e-3, algo="ppo")
+    assert cli.complete(loose) == cli.complete(exact)
+    grpo = load_algorithm("grpo").Options
+    dr_grpo = cli.complete(Config(options=grpo(loss_type="dr_grpo", clip_low=0.1)))
+    assert dr_grpo.options.clip_low == 0.1 and dr_grpo.options.loss_type == "dr_grpo"
+    for wrong, said in (
+        (Config(lr="much"), "lr: invalid value 'much'"),
+        (Config(options=grpo(clip_low="low")), "grpo.clip_low: invalid value 'low'"),
+        (Config(algo="reinforce", options=grpo(clip_low=0.1)), "has no option clip_low"),
+        (Config(config="a", resume="b"), "--config or --resume, not both"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            cli.complete(wrong)
 
 
 def test_every_number_has_a_range_whose_ends_are_valid():

@@ -31,6 +31,7 @@ from core.faults import Fault, RankLost, Stopped, UsageError
 from core.run.folder import (
     DISK_ERRORS,
     as_config,
+    changed_fields,
     changed_settings,
     new_folder,
     read_settings,
@@ -49,6 +50,33 @@ def parse(args: list[str]) -> Config:
     Two passes: the first leaves out the options of the algorithm, whose import takes seconds.
     """
     flags = _check_words(args)
+    words = [w.partition("=")[0][2:].replace("-", "_") for w in args if w.startswith("--")]
+    given = {name: vars(flags)[name] for name in words if name in vars(flags)}
+    saved, file = _saved(flags, given)
+    cfg, _ = _parse_flags(args, saved)
+    if cfg.options.loss_type != saved.options.loss_type:
+        cfg, _ = _parse_flags(args, config.without_preset(saved))
+    return _of_run(cfg, file)
+
+
+def complete(cfg: Config) -> Config:
+    """The settings that an object asks for, as `parse` for flags: what differs from the defaults
+    counts as given. Raises UsageError."""
+    given = changed_fields(cfg)
+    saved, file = _saved(replace(Config(), **given), given)
+    own = changed_fields(cfg.options, f"{name_of(saved.algo)}.") if cfg.options else {}
+    if unknown := own.keys() - vars(saved.options).keys():
+        raise UsageError(f"--algo {name_of(saved.algo)} has no option {min(unknown)}")
+    if own.get("loss_type", saved.options.loss_type) != saved.options.loss_type:
+        saved = config.without_preset(saved)
+    given.pop("algo", None)  # in `saved` it is absolute
+    options = type(saved.options)(**vars(saved.options) | own)
+    return _of_run(replace(saved, **given, options=options), file)
+
+
+def _saved(flags: Config, given: dict[str, Any]) -> tuple[Config, Path | None]:
+    """The settings of the file of --config or --resume, or else the defaults, for the algorithm
+    that is `given`; and the file."""
     if flags.config and flags.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
     if flags.resume and flags.run_name not in ("", Path(flags.resume).name):
@@ -56,39 +84,18 @@ def parse(args: list[str]) -> Config:
     is_restart = "TORCHELASTIC_RUN_ID" in os.environ
     if flags.run_name and not flags.resume and not is_restart:
         new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
-    words = [w.partition("=")[0][2:].replace("-", "_") for w in args if w.startswith("--")]
-    given = {name: vars(flags)[name] for name in words if name in vars(flags)}
     file = config_file(flags)
     settings = read_settings(file) if file else {"algo": flags.algo}
     say_loading()
-    saved = as_config(settings, file, given, flags.trust)
-    cfg, _ = _parse_flags(args, saved)
-    if cfg.options.loss_type != saved.options.loss_type:
-        cfg, _ = _parse_flags(args, config.without_preset(saved))
-    if file and flags.resume:
+    return as_config(settings, file, given, flags.trust), file
+
+
+def _of_run(cfg: Config, file: Path | None) -> Config:
+    """`cfg` with the folder of the run that it resumes. Raises UsageError for what must stay."""
+    if file and cfg.resume:
         cfg = replace(cfg, resume=str(file.parent))
         _check_changes(cfg, file.parent)
     return cfg
-
-
-def flags_of(cfg: Config) -> list[str]:
-    """The command line, which `parse` reads, of the settings that differ from the defaults."""
-    settings = {name: (value, getattr(Config, name)) for name, value in vars(cfg).items()}
-    del settings["options"]
-    if cfg.options is not None:
-        own, group = type(cfg.options)(), name_of(cfg.algo)
-        settings |= {f"{group}.{k}": (v, getattr(own, k)) for k, v in vars(cfg.options).items()}
-    words: list[str] = []
-    for name, (value, usual) in settings.items():
-        if value == usual:
-            continue
-        if isinstance(value, bool):
-            words.append(config.flag(name if value else f"no_{name}"))
-        elif isinstance(value, tuple):
-            words += [config.flag(name), *value]
-        else:
-            words.append(f"{config.flag(name)}={value}")
-    return words
 
 
 def _check_words(args: list[str]) -> Config:

@@ -299,6 +299,23 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
     return typed
 
 
+def changed_fields(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """The fields of a dataclass that differ from its defaults, with the types that they have on the
+    command line: a list for a tuple, a text for a number. Raises UsageError for any other value."""
+    kinds, found = get_type_hints(type(settings)), {}
+    for field in dataclasses.fields(settings):
+        name, value = field.name, getattr(settings, field.name)
+        if name == "options" or value == getattr(type(settings), name):
+            continue
+        words = _as_words(value)
+        try:
+            typed = _from_words(kinds[name], words if isinstance(words, list) else str(words))
+        except ValueError:
+            raise UsageError(f"{prefix}{name}: invalid value {reprlib.repr(value)}") from None
+        found[name] = None if value is None else typed
+    return found
+
+
 def _as_words(value: Any) -> Any:
     """The value of an option as `_from_words` reads it from a file."""
     if isinstance(value, Enum):  # which may be a text or a number, too
