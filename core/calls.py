@@ -47,9 +47,9 @@ def can_call_here() -> bool:
 def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
     """Makes a call in this thread, the main one, within `limit` seconds; inf: no limit.
 
-    Calls `look` once a second while it lasts. An exception of `look`, and Ctrl-C, end the call and
-    are raised here. If the call sets an alarm of its own, processor time takes the place of
-    seconds: an endless loop still ends.
+    Calls `look` once a second while it lasts; an exception of `look` ends the call and is raised
+    here. If the call sets an alarm of its own, processor time takes the place of seconds: an
+    endless loop still ends.
     """
     since, is_overdue, ends = time.monotonic(), False, list[BaseException]()
     at_work, caught = True, 0
@@ -100,8 +100,6 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
             sys.settrace(trace)
     if ends:
         raise ends[0]
-    if isinstance(outcome[1], KeyboardInterrupt):
-        raise outcome[1]
     if is_overdue:
         error = outcome[1]
         return None, _time_limit(limit, error.__traceback__ if error else None)

@@ -90,7 +90,9 @@ def test_environments_may_run_asyncio_in_a_notebook(policy, register):
             return super().step(response)
 
     async def cell():  # a notebook has a running loop
-        return RolloutCollector(policy, 1).collect(tasks(2), Scripted(policy), PARAMS)
+        rollouts = RolloutCollector(policy, 1).collect(tasks(2), Scripted(policy), PARAMS)
+        assert asyncio.get_running_loop()  # as before
+        return rollouts
 
     register(Asks)
     assert [r.error for r in asyncio.run(cell())] == ["", ""]
