@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 (PARITY,) = re.findall(r"```python\n([^`]*class Parity.*?)```", README, re.DOTALL)
 PAGES = [
-    "README.md", "CONTRIBUTING.md", "algorithms/README.md", "core/README.md",
+    "README.md", "CONTRIBUTING.md", "algorithms/README.md", "core/README.md", "core/promises.md",
     "core/workshop/README.md", "environments/README.md", "runs/README.md",
     "runs/benchmarks/README.md", "runs/published/README.md", "runs/which_model/README.md",
 ]  # fmt: skip
