@@ -447,3 +447,21 @@ def test_a_thread_whose_call_was_given_up_makes_no_other_one():
     made.clear()
     assert not made.ended(0.1)
     made.close()
+
+
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_python_code_that_was_given_up_is_interrupted(interrupts):
+    made, threads, go = Calls(1, 0.05, interrupts), [], threading.Event()
+
+    def loops():
+        threads.append(threading.current_thread())
+        while not go.is_set():
+            time.sleep(0.001)
+
+    made.start("loops", loops)
+    while not (found := made.ended(0.01)):
+        pass
+    assert isinstance(found[0][1][1], calls.TimeLimit)
+    threads[0].join(60 if interrupts else 0.2)
+    assert threads[0].is_alive() != interrupts
+    go.set()
