@@ -57,11 +57,16 @@ def way(request, monkeypatch):
 
 def test_quick_environments_are_called_by_one_thread_in_order(policy, register, way):
     class Seen(OneTurn):
+        def reset(self, seed):
+            self.seed = seed
+            return super().reset(seed)
+
         def step(self, response):
+            order.append(self.seed)
             seen.append((threading.current_thread(), random.random()))
             return super().step(response)
 
-    seen, together = [], threading.Barrier(4)
+    seen, order, together = [], [], threading.Barrier(4)
     if way == "side by side":
 
         def step(self, response):  # all four wait for each other
@@ -80,6 +85,23 @@ def test_quick_environments_are_called_by_one_thread_in_order(policy, register, 
         assert len(used) == 1 and (threading.main_thread() in used) == (way == "here")
         random.seed(3)
         assert [drawn for _, drawn in seen] == [random.random() for _ in range(4)]
+        assert order == [0, 1, 2, 3]
+
+
+@HAS_ALARM
+def test_between_long_calls_the_loop_looks_at_ctrl_c(policy, register, monkeypatch):
+    class Long(OneTurn):
+        def step(self, response):
+            time.sleep(0.02)
+            made.append(1)
+            return super().step(response)
+
+    register(Long)
+    monkeypatch.setattr(pool, "POLL", 0.01)
+    made, looks = [], []
+    collector = RolloutCollector(policy, 1)
+    collector.collect(tasks(4), Scripted(policy), PARAMS, lambda: looks.append(len(made)))
+    assert {*looks} == {0, 1, 2, 3, 4}
 
 
 @HAS_ALARM
