@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TimeLimit(TimeoutError):
-    """A call was given up: it may still be at work in its thread."""
+    """A call was given up. One in a thread may still be at work."""
 
 
 class Overdue(BaseException):
@@ -193,7 +193,11 @@ class Calls:
                 if not self.at_work.pop(call, False):  # given up
                     time.sleep(LEAVE)  # Overdue may be on its way
                     return
-                call.ended.put((call.key, call.finish(outcome)))
+                try:
+                    outcome = call.finish(outcome)
+                except Exception as error:  # such as a folder that is gone
+                    outcome = None, error
+                call.ended.put((call.key, outcome))
 
     def _give_up(self, call: Call) -> bool:
         """Leaves the thread to its call. False if the call has just ended."""

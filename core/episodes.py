@@ -15,8 +15,9 @@ all episodes move together, in rounds. A letter_counting episode has three:
                   the pool     the sampler    the pool      answers all of a round
 
 The pool (core/pool.py) calls quick environments one after the other, and those that wait for
-something (`Env.waits`) side by side. So a run that is repeated has the same rounds, and is equal to
-the bit.
+something (`Env.waits`) side by side. No episode continues before its round is answered, in whatever
+order the answers come. So a run that is repeated is equal to the bit, if its environments are
+deterministic and no call is near its time limit.
 
 Where an environment (`Env.alone`) or a sampler on servers asks for it, episodes move alone: each
 continues as soon as its own answers are there. Its random numbers stay the same. The sampler then
@@ -222,7 +223,7 @@ class RolloutCollector:
 
         In rounds no episode continues before everything that was asked for is answered. So step 1
         of the default run moves all episodes four times: to `reset`, to their completion, to
-        `step`, and to their end. While they are sampled, the loop goes round once for each token of
+        `step`, and to their end. While they are sampled, the loop repeats once for each token of
         the longest completion.
         """
         waits: dict[Play, Sequence[Wanted]] = {play: [] for play in plays}  # what each waits for
@@ -244,9 +245,11 @@ class RolloutCollector:
                     # 2. What they ask for begins
                     self.pool.begin(calls)
                     calling += len(calls)
-                    alone = alone or self.pool.moves_alone()
+                    alone = (
+                        alone or self.pool.moves_alone() or any(r.sampler.alone for r in requests)
+                    )
                     for request in requests:
-                        request.alone = alone = alone or request.sampler.alone
+                        request.alone = alone
                         request.sampler.add(request)
                         sampling[request.sampler] += 1
                 on_progress()
@@ -265,7 +268,7 @@ class RolloutCollector:
                 play.close()
             for sampler in sampling:
                 sampler.clear()
-            if waits:
+            if self.pool.lent:
                 self.pool.abandon()
 
     def open(self, episode: Episode, openings: dict[str, list[Message]]) -> bool:

@@ -69,7 +69,7 @@ class Pool:
         self.here = deque[tuple[list[EnvCall], Callable[[], list[Outcome]]]]()
         self.in_order = Calls(1, limit, interrupts=True)
         self.side_by_side = Calls(max(count, max_heavy or 0), limit, interrupts=True)
-        self.seconds = defaultdict[EnvSpec, float](float)  # of this round's calls here
+        self.seconds = defaultdict[EnvSpec, float](float)  # of this round's quick calls
         self.folder, self.dtype = os.getcwd(), torch.get_default_dtype()  # before all calls
 
     def borrow(self, spec: EnvSpec) -> Generator[list[EnvCall], Any, "PooledEnv"]:
@@ -102,18 +102,19 @@ class Pool:
 
     def moves_alone(self) -> bool:
         """Whether episodes move alone with an environment in use; batches of steps need rounds."""
-        return any(env.made and env.made.alone and not env.steps_together for env in self.lent)
+        return any(env.alone and not env.steps_together for env in self.lent)
 
     def begin(self, calls: list[EnvCall]) -> None:
-        """Begins calls; the steps of a class with `step_batch` are one call."""
+        """Begins calls. The steps of a class with `step_batch` are one call; the calls of one
+        environment, such as a demonstration of each agent, are made in turn."""
         if not (self.here or self.in_order.num_open or self.side_by_side.num_open):
             self.seconds.clear()
         groups: dict[Any, list[EnvCall]] = defaultdict(list)
         for call in calls:
             together = call.is_step and call.env.steps_together
-            groups[call.env.spec if together else call].append(call)
+            groups[call.env.spec if together else call.env].append(call)
         for key, group in groups.items():
-            make_them = step_together if isinstance(key, EnvSpec) else make_one
+            make_them = step_together if isinstance(key, EnvSpec) else make_in_turn
             function, env = partial(self._make, make_them, group), group[0].env
             finish = partial(self._finish, env=env)
             if env.waits:  # a program has a limit of its own
@@ -125,9 +126,10 @@ class Pool:
                 self.in_order.start(group, function, finish)
 
     def ended(self, wait: float, on_progress: Callable[[], None]) -> dict[Any, Outcome]:
-        """The outcome of each call that has ended, after at most `wait` seconds.
+        """The outcome of each call that has ended. Makes quick calls for a moment; where there are
+        none, waits up to `wait` seconds for each kind of thread.
 
-        Quick calls are made meanwhile; `on_progress` is called once a second of a long one.
+        `on_progress` is called once a second of a long call.
         """
         made, until = list[tuple[Any, Outcome]](), time.monotonic() + POLL
         while self.here and time.monotonic() < until:
@@ -142,11 +144,12 @@ class Pool:
             if group:
                 self._say_if_long(group[0], 0.0, None)
             for i, call in enumerate(group):  # an exception is that of all of them
-                outcomes[call] = (None, error) if error else found[i]
+                outcomes[call] = found[i] if error is None else (None, error)
         return outcomes
 
     def abandon(self) -> None:
-        """Forgets all calls; closes the environments in use, but for those still at work."""
+        """Forgets all calls; closes the environments in use, but for those still at work in a call.
+        A program is at work in any case: it is ended."""
         self._restore()
         self.here.clear()
         under_way = [*self.in_order.clear(), *self.side_by_side.clear()]
@@ -244,11 +247,17 @@ class PooledEnv:
         return self.game.reset(seed)
 
     def build(self) -> Any:
-        with FIRST:  # alone: it imports modules and reads data that the others share
-            is_first = self.spec not in BUILT
-            made = make(self.spec) if is_first else None
-            BUILT.add(self.spec)
-        return made or make(self.spec)
+        # the first one alone: it imports modules and reads data that the others share
+        is_alone = FIRST.acquire(timeout=LONG)  # one may hang
+        try:
+            if self.spec not in BUILT:
+                made = make(self.spec)
+                BUILT.add(self.spec)
+                return made
+        finally:
+            if is_alone:
+                FIRST.release()
+        return make(self.spec)
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         return self.checked(self.game.step(responses))
@@ -263,7 +272,11 @@ class PooledEnv:
     @property
     def waits(self) -> bool:
         """Whether its calls wait for something; once it is built, the instance may say so."""
-        return bool(self.made.waits if self.made else self.spec.declares("waits"))
+        return bool(self.spec.declares("waits") if self.made is None else self.made.waits)
+
+    @property
+    def alone(self) -> bool:
+        return self.made is not None and self.made.alone
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -271,10 +284,9 @@ class PooledEnv:
         return getattr(self.made, "schemas", []) if self.is_single else []
 
 
-def make_one(calls: list[EnvCall]) -> list[Outcome]:
-    """Makes a call that is not part of a batch."""
-    [call] = calls
-    return [(call.method(*call.args), None)]
+def make_in_turn(calls: list[EnvCall]) -> list[Outcome]:
+    """Makes the calls of one environment."""
+    return [(call.method(*call.args), None) for call in calls]
 
 
 def step_together(calls: list[EnvCall]) -> list[Outcome]:

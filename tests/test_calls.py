@@ -21,7 +21,7 @@ from core.episodes import RolloutCollector
 from core.extras.tools import ToolRenderer
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import EndRun, Env, EnvFailure, MultiAgentEnv, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import place_of
 
@@ -176,6 +176,59 @@ def test_a_loop_that_catches_everything_ends_too(monkeypatch):
 
     _, error = call_here(retries, 0.05, never)
     assert isinstance(error, calls.TimeLimit) and place_of(error)
+
+
+def test_the_calls_of_one_environment_are_made_in_turn(policy, register):
+    class Two(Pair):
+        waits, at_work = True, 0
+
+        def demonstrate(self, agent, hasty=False):
+            Two.at_work += 1
+            time.sleep(0.02)
+            seen.append(Two.at_work)
+            Two.at_work -= 1
+            return agent
+
+    register(Two)
+    seen = []
+    rollouts = RolloutCollector(policy, 9).demonstrate([Task("slow", 2, 0)])
+    assert len(seen) >= 2 and {*seen} == {1} and not rollouts[0].error
+
+
+def test_what_ends_the_run_in_the_last_episode_closes_its_environment(policy, register, way):
+    closed = threading.Event()
+
+    class Ends(OneTurn):
+        def step(self, response):
+            raise EndRun("it cannot go on")
+
+        def close(self):
+            closed.set()
+
+    register(Ends)
+    with pytest.raises(EndRun):
+        RolloutCollector(policy, 1).collect(tasks(1), Scripted(policy), PARAMS)
+    assert closed.wait(60)
+
+
+def test_others_do_not_wait_for_ever_for_the_first_environment(policy, register, monkeypatch):
+    class Slow(OneTurn):
+        waits, built, met = True, [], []
+
+        def __init__(self):
+            Slow.built.append(1)
+            if len(Slow.built) == 1:
+                Slow.met.append(all_others.wait(60))
+            elif len(Slow.built) == 4:
+                all_others.set()
+
+    register(Slow)
+    all_others = threading.Event()
+    monkeypatch.setattr(pool, "LONG", 0.1)
+    monkeypatch.setattr(pool, "FIRST", threading.Lock())
+    monkeypatch.setattr(pool, "BUILT", set())
+    rollouts = RolloutCollector(policy, 1).collect(tasks(4), Scripted(policy), PARAMS)
+    assert Slow.met == [True] and not any(r.error for r in rollouts)
 
 
 @HAS_ALARM
@@ -462,8 +515,16 @@ def test_a_thread_whose_call_was_given_up_makes_no_other_one():
     assert ended() == ("unlimited", first, type(None))  # in the same thread, beyond the limit
     made.start("finished", lambda: 3, lambda outcome: (outcome[0] + 1, OSError()))
     assert ended() == ("finished", 4, OSError)
+
+    def fails(outcome):
+        raise OSError("the folder is gone")
+
+    made.start("unfinished", lambda: 3, fails)
+    assert ended() == ("unfinished", None, OSError)
     go.set()
-    assert made.num_open == 0 and not made.ended(0.1)  # what came too late is nobody's
+    assert made.num_open == 0 and not made.ended(
+        0.1
+    )  # the outcome of the call that was given up is dropped
     assert not late
     made.start("forgotten", time.monotonic)
     made.clear()
