@@ -234,6 +234,7 @@ class RolloutCollector:
             while waits:
                 # 1. Each episode that has all its answers, or has not begun, continues to its next
                 #    `yield`. In rounds they do so together
+                alone = alone or self.pool.moves_alone()  # an environment says so once it is built
                 if alone or not (sampling or calling):
                     calls, requests = list[EnvCall](), list[Request]()
                     for play in [p for p, asks in waits.items() if answers.keys() >= {*asks}]:
@@ -245,9 +246,7 @@ class RolloutCollector:
                     # 2. What they ask for begins
                     self.pool.begin(calls)
                     calling += len(calls)
-                    alone = (
-                        alone or self.pool.moves_alone() or any(r.sampler.alone for r in requests)
-                    )
+                    alone = alone or any(request.sampler.alone for request in requests)
                     for request in requests:
                         request.alone = alone
                         request.sampler.add(request)

@@ -433,7 +433,8 @@ async def run(task, base_url, api_key):
 
 
 BLOCKS = """
-import threading
+import threading, time
+time.sleep(0.2)  # so that all episodes have begun before the first environment is built
 ONE = threading.Lock()
 def run(task, client):
     with ONE:
