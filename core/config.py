@@ -280,6 +280,8 @@ class Config(
     # The `Options` of the algorithm; None: resolve() takes the defaults. A file has them under the
     # algorithm's name.
     options: LoopOptions = None  # type: ignore[assignment]
+    # Whether the settings in the file of --config or --resume are in here already. No flag.
+    has_file: bool = False
 
     if TYPE_CHECKING:  # resolve() replaces None by a value in these
         lr: float = 0.0
@@ -297,7 +299,7 @@ KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blac
 SMOLLM2 = "smollm2"  # the model of core/run/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes")
+COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes", "has_file")
 # Names of settings elsewhere
 ALIASES = {
     "learning_rate": "lr",
@@ -356,10 +358,7 @@ def resolve(cfg: Config) -> Config:
     folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
     algorithm = load_algorithm(cfg.algo)
-    options = cfg.options or algorithm.Options()
-    if hasattr(algorithm, "resolve"):
-        options = algorithm.resolve(options)
-    cfg = replace(cfg, options=options)
+    cfg = replace(cfg, options=(cfg.options or algorithm.Options()).with_preset())
     tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     on_laptops = tiny or cfg.model_id == SMOLLM2
     defaults: dict[str, Any] = {
@@ -384,16 +383,6 @@ def resolve(cfg: Config) -> Config:
     if hasattr(algorithm, "draw") and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
     return cfg
-
-
-def without_preset(cfg: Config) -> Config:
-    """`cfg` without the options that are those of its loss type, for another one to set them."""
-    algorithm, kind = load_algorithm(cfg.algo), type(cfg.options)
-    if not hasattr(algorithm, "resolve"):  # an own one
-        return cfg
-    preset = vars(algorithm.resolve(kind(loss_type=cfg.options.loss_type)))  # type: ignore
-    own = {name: value for name, value in vars(cfg.options).items() if value != preset[name]}
-    return replace(cfg, options=kind(**own))
 
 
 def needs(cfg: Config) -> set[str]:

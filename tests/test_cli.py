@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import train
 from algorithms import grpo
 from algorithms.options import Range
 from core import config
@@ -206,7 +207,7 @@ def test_a_config_file_and_a_command_line_give_all_settings_back(tmp_path):
         cfg = dataclasses.replace(some(Config, turn, own), algo="ppo", options=options)
         file = written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))
         assert read_config(file, trust=True) == cfg
-        assert cli.parse(cli.flags_of(cfg)) == cfg
+        assert cli.complete(cfg) == dataclasses.replace(cfg, has_file=True)
 
 
 def test_every_number_has_a_range_whose_ends_are_valid():
@@ -244,5 +245,39 @@ def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transform
     assert len(re.findall(r"^\W*--", boxes["main"], flags=re.MULTILINE)) == 10
     for flag, box in (("--lr", "main"), ("--top-p", "sampling"), ("--grpo.clip-high", "grpo")):
         assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
-    for name in {*vars(Config())} - {"options", "template_date"}:
+    for name in {*vars(Config())} - {"options", "template_date", "has_file"}:
         assert config.flag(name) in done.stdout
+
+
+def test_settings_of_python_are_checked_and_read_as_flags_are(resume):
+    """`complete`, which train.main begins with: over a file, as texts, lists, and with options."""
+    resume("--resume a", grpo={"loss_type": "dapo", "clip_low": "0.2", "clip_high": "0.5"})
+    cfg = cli.complete(Config(resume="a", num_updates=9))
+    assert cfg == cli.parse(["--resume", "a", "--num-updates", "9"])
+    assert (cfg.num_updates, cfg.lr, cfg.options.clip_high) == (9, 5e-05, 0.5)
+    assert cli.complete(cfg) == cfg  # its file is read once: a flag may give the default
+    cfg = cli.parse("--config a --lr 0.1 --num-updates 25 --grpo.loss-type dr_grpo".split())
+    assert cfg == cli.complete(Config(config="a", lr=0.1, options=grpo.Options("dr_grpo")))
+    texts = {"env": ["snake", "reverse"], "lr": "1e-4", "overlap": "yes", "eval_env": "snake"}
+    cfg = cli.complete(Config(**texts))
+    assert (cfg.env, cfg.lr, cfg.overlap) == (("snake", "reverse"), 1e-4, True)
+    assert cfg.eval_env == ("snake",)
+    for settings, line in [
+        ({"dtype": "float3"}, "Config.dtype: invalid value 'float3'"),
+        ({"num_updates": "ten"}, "Config.num_updates: invalid value 'ten'"),
+        ({"options": grpo.Options(clip_low="x")}, "Options.clip_low: invalid value 'x'"),
+        ({"algo": "ppo", "options": grpo.Options()},
+         "Config.options: give the Options of --algo ppo, algorithms.ppo.Options"),
+        ({"config": "a", "resume": "a"}, "give --config or --resume, not both: a run folder has "
+                                         "its own config"),
+        ({"resume": "a", "run_name": "b"}, "--run-name b: a resumed run keeps its folder; remove "
+                                           "it"),
+        ({"resume": "runs/a", "lr": 0.1}, "--resume runs/a: lr is 5e-05 in this run, not 0.1: "
+                                          "change it back, or add --allow-changes"),
+        ({"model_id": "smolm2"}, "--model-id smolm2: there is no such folder; write --model-id "
+         "smollm2, or the name of a model of the Hub with its owner"),
+        ({"env": ["a", "x=1"]}, '--env a x=1: write "a:x=1"'),
+    ]:  # fmt: skip
+        with pytest.raises(UsageError) as error:
+            train.main(Config(**settings))
+        assert str(error.value) == line

@@ -25,8 +25,6 @@ from algorithms.kl import kl_estimate
 from algorithms.options import Coefficient, Fraction
 from algorithms.tokens import Tokens
 
-resolve = grpo.resolve
-
 
 @dataclass(frozen=True)
 class Options(grpo.Options):

@@ -23,7 +23,6 @@ from algorithms.options import Coefficient, Fraction, Range
 from algorithms.tokens import Tokens, group_mean
 
 needs = grpo.needs
-resolve = grpo.resolve
 compute_advantages = grpo.compute_advantages
 
 

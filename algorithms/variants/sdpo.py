@@ -33,7 +33,7 @@ from algorithms import grpo
 from algorithms.options import Coefficient
 from algorithms.tokens import Tokens
 
-resolve, compute_advantages = grpo.resolve, grpo.compute_advantages
+compute_advantages = grpo.compute_advantages
 
 
 @dataclass(frozen=True)

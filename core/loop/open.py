@@ -39,7 +39,7 @@ from core.policy import Policy
 from core.pool import is_program as is_agent_program
 from core.report import write_pages
 from core.report.doctor import final_lines
-from core.run import checkpoint, memory
+from core.run import checkpoint, cli, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
 from core.run.ahead import Ahead
@@ -127,7 +127,7 @@ def prepare(cfg: Config) -> Config:
 
     Raises UsageError for an invalid setting.
     """
-    cfg = config.resolve(cfg)
+    cfg = config.resolve(cli.complete(cfg))
     config.validate(cfg)
     rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)  # which rows of data sets are held out
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names

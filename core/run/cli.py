@@ -32,8 +32,10 @@ from core.run.folder import (
     DISK_ERRORS,
     as_config,
     changed_settings,
+    given_settings,
     new_folder,
     read_settings,
+    with_options,
 )
 from environments.plumbing.registry import ENVIRONMENTS
 from environments.plumbing.text import one_line
@@ -49,53 +51,70 @@ def parse(args: list[str]) -> Config:
     Two passes: the first leaves out the options of the algorithm, whose import takes seconds.
     """
     flags = _check_words(args)
-    if flags.config and flags.resume:
-        raise UsageError("give --config or --resume, not both: a run folder has its own config")
-    if flags.resume and flags.run_name not in ("", Path(flags.resume).name):
-        raise UsageError(f"--run-name {flags.run_name}: a resumed run keeps its folder; remove it")
+    words = [w.partition("=")[0][2:].replace("-", "_") for w in args if w.startswith("--")]
+    given = {name: vars(flags)[name] for name in words if name in vars(flags)}
+    file = _check_names(flags)
     is_restart = "TORCHELASTIC_RUN_ID" in os.environ
     if flags.run_name and not flags.resume and not is_restart:
         new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
-    words = [w.partition("=")[0][2:].replace("-", "_") for w in args if w.startswith("--")]
-    given = {name: vars(flags)[name] for name in words if name in vars(flags)}
-    file = config_file(flags)
     settings = read_settings(file) if file else {"algo": flags.algo}
     say_loading()
-    saved = as_config(settings, file, given, flags.trust)
-    cfg, _ = _parse_flags(args, saved)
-    if cfg.options.loss_type != saved.options.loss_type:
-        cfg, _ = _parse_flags(args, config.without_preset(saved))
-    if file and flags.resume:
+    cfg, _ = _parse_flags(args, as_config(settings, file, given, flags.trust))
+    return _with_file(cfg, file)
+
+
+def complete(cfg: Config) -> Config:
+    """The settings that Python gives, read and checked as flags are: over the file of `config` or
+    `resume`, which they override where they differ from the defaults.
+
+    What `parse` returns stays as it is. Raises UsageError.
+    """
+    if cfg.has_file:
+        return cfg
+    given = given_settings(cfg)
+    cfg = replace(cfg, **given)
+    file = _check_names(cfg)
+    settings = read_settings(file) if file else {}
+    saved = as_config(settings | given, file, given, cfg.trust)
+    own = {name: getattr(cfg, name) for name in config.COMMAND_LINE_ONLY}
+    return _with_file(replace(saved, options=with_options(saved, cfg.options), **own), file)
+
+
+def _with_file(cfg: Config, file: Path | None) -> Config:
+    """`cfg`, which has the settings of `file`. Raises UsageError for a change that a resumed run
+    may not make."""
+    if file and cfg.resume:
         cfg = replace(cfg, resume=str(file.parent))
         _check_changes(cfg, file.parent)
-    return cfg
+    return replace(cfg, has_file=True)
 
 
-def flags_of(cfg: Config) -> list[str]:
-    """The command line, which `parse` reads, of the settings that differ from the defaults."""
-    settings = {name: (value, getattr(Config, name)) for name, value in vars(cfg).items()}
-    del settings["options"]
-    if cfg.options is not None:
-        own, group = type(cfg.options)(), name_of(cfg.algo)
-        settings |= {f"{group}.{k}": (v, getattr(own, k)) for k, v in vars(cfg.options).items()}
-    words: list[str] = []
-    for name, (value, usual) in settings.items():
-        if value == usual:
-            continue
-        if isinstance(value, bool):
-            words.append(config.flag(name if value else f"no_{name}"))
-        elif isinstance(value, tuple):
-            words += [config.flag(name), *value]
-        else:
-            words.append(f"{config.flag(name)}={value}")
-    return words
+def _check_names(cfg: Config) -> Path | None:
+    """The file of `config_file`. Raises UsageError for names that do not go together, or that mean
+    another one: of environments that a shell has cut, and of a model that comes with picoRL."""
+    for name, specs in (("env", cfg.env), ("eval_env", cfg.eval_env)):
+        if any(re.match(r"\w+ *=", spec) for spec in specs[1:]):
+            text = re.sub(r",? +(?=\w+ *=)", ",", " ".join(specs))  # PowerShell drops commas
+            meant = (s if "=" in s.partition(",")[0] else s.replace(",", ":", 1)
+                     for s in text.split(" "))  # fmt: skip
+            words = " ".join(f'"{s}"' if "=" in s else s for s in meant)
+            raise UsageError(f"{config.flag(name)} {' '.join(specs)}: write {words}")
+    model, own = cfg.model_id, (*config.TINY, config.SMOLLM2)
+    near = "" if model in own or Path(model).exists() else config.similar(model, own)
+    if near and "/" not in model:
+        raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {near}, "
+                         "or the name of a model of the Hub with its owner")  # fmt: skip
+    if cfg.config and cfg.resume:
+        raise UsageError("give --config or --resume, not both: a run folder has its own config")
+    if cfg.resume and cfg.run_name not in ("", Path(cfg.resume).name):
+        raise UsageError(f"--run-name {cfg.run_name}: a resumed run keeps its folder; remove it")
+    return config_file(cfg)
 
 
 def _check_words(args: list[str]) -> Config:
     """The settings of the flags but for those of the algorithm, by the rules of tyro.
 
-    Raises UsageError for a word that is no flag and no value of one, and for a --model-id that is
-    no folder and nearly the name of a model that comes with picoRL.
+    Raises UsageError for a word that is no flag and no value of one.
     """
     flags, others = _parse_flags([word for word in args if word not in ("-h", "--help")], Config())
     word = next(iter(others), "--.")
@@ -106,18 +125,6 @@ def _check_words(args: list[str]) -> Config:
     if "." not in word:
         near = config.similar(word.lstrip("-"), vars(flags))
         raise UsageError(f"{word} is no flag; {f'write {config.flag(near)}' if near else HELP}")
-    for name, specs in (("env", flags.env), ("eval_env", flags.eval_env)):
-        if any(re.match(r"\w+ *=", spec) for spec in specs[1:]):
-            text = re.sub(r",? +(?=\w+ *=)", ",", " ".join(specs))  # PowerShell drops commas
-            meant = (s if "=" in s.partition(",")[0] else s.replace(",", ":", 1)
-                     for s in text.split(" "))  # fmt: skip
-            words = " ".join(f'"{s}"' if "=" in s else s for s in meant)
-            raise UsageError(f"{config.flag(name)} {' '.join(specs)}: write {words}")
-    model, own = flags.model_id, (*config.TINY, config.SMOLLM2)
-    near = "" if model in own or Path(model).exists() else config.similar(model, own)
-    if near and "/" not in model:
-        raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {near}, "
-                         "or the name of a model of the Hub with its owner")  # fmt: skip
     return flags
 
 
