@@ -32,6 +32,7 @@ flags of the loop: --filter-groups, --overlong-buffer and --mask-truncated-compl
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -78,16 +79,14 @@ class Options(LoopOptions):
     dual_clip: Annotated[float, Range(1.01, 1000, or_zero=True)] = 0.0
     """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
-
-def needs(options: Any) -> set[str]:  # Any: variants/ have Options of their own
-    """What this needs of the settings; core/algorithm.py explains the words.
-
-    With --kl-in reward a division would blow up the KL of a group whose rewards are equal.
-    """
-    return {"groups"} if options.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
+    @property
+    def needs(self) -> Set[str]:
+        """Groups to compare. With --kl-in reward a division would blow up the KL of a group whose
+        rewards are equal."""
+        return {"groups"} if self.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
 
 
-def compute_advantages(tokens: Tokens, options: Any) -> Tensor:
+def compute_advantages(tokens: Tokens, options: Any) -> Tensor:  # Any: those of variants/, too
     """[S]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
     With --credit episode, the default, a rollout counts as one turn. Turn k is compared with turn k

@@ -3,7 +3,7 @@
 Each algorithm has its `Options` in its own file; the fields are flags, such as `--grpo.clip-high`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -42,7 +42,8 @@ class LoopOptions:
     """What the loop reads of the options of every algorithm, which derive from this class.
 
     These are no flags. An algorithm that needs another value declares the field in its `Options`:
-    it is a flag then, such as `--ppo.target-kl`.
+    it is a flag then, such as `--ppo.target-kl`. `needs` is a plain attribute there, or a property
+    where it depends on the options.
     """
 
     loss_type: str = ""  # the variant, shown in the title of a run
@@ -52,6 +53,18 @@ class LoopOptions:
     value_lr: float = 1e-3  # learning rate of the value head, for algorithms that have one
     value_warmup: int = 0  # number of initial updates that train the value head only
     target_kl: float = 0.0  # end an update when a minibatch's KL exceeds this; 0: never
+
+    @property
+    def needs(self) -> Set[str]:
+        """What the algorithm needs of the settings: words of core/algorithm.py."""
+        return frozenset()
+
+    def divergence(self, logprobs: Any, teacher: Any) -> Any:
+        """[n]: how far the policy is from its teacher (core/feedback.py), from log-probs [n, V].
+
+        For algorithms that need "feedback".
+        """
+        raise NotImplementedError("an algorithm that needs feedback has Options.divergence")
 
     def with_preset(self) -> Self:
         """These options, each one that is None with the value that the loss type sets.

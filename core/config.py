@@ -34,9 +34,8 @@ from core.algorithm import (
     absolute_algorithm,
     describe_options,
     is_file,
-    load_algorithm,
     name_of,
-    needs_of,
+    options_of,
 )
 from core.faults import UsageError
 from core.warning_texts import WARNINGS
@@ -331,15 +330,13 @@ CONFLICTS = [
     ("shard_optimizer=on", "optimizer"), ("overlap", "sampler=vllm openai"),
     ("overlap", "curriculum"),
 ]  # fmt: skip
-# What an algorithm refuses, by its needs (core/algorithm.py) and by what it has of its own
+# What an algorithm refuses, by its needs (core/algorithm.py)
 REFUSED = {
     "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
     "reward_parts": ["gamma", "overlong_buffer", "kl_in"], "no_kl_in_reward": ["kl_in"],
-    "weighted_kl": ["kl_in", "kl_estimator"],
-    "draw": ["top_p", "top_k", "sampler=vllm server openai"],
+    "own_kl": ["kl_in", "kl_estimator"],
+    "own_draw": ["top_p", "top_k", "sampler=vllm server openai"],
 }  # fmt: skip
-OWN = {"draw": "draws tokens itself, with torch",
-       "weighted_kl": "has a KL of its own, a term of the loss"}  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "sampler=vllm": ("vllm", "vllm"), "quantize=nf4": ("bitsandbytes", "quantize"),
     "optimizer": ("torchao", "memory"),
@@ -357,8 +354,7 @@ def resolve(cfg: Config) -> Config:
     named = ("model_id", "teacher", "adapter_folder")
     folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
-    algorithm = load_algorithm(cfg.algo)
-    cfg = replace(cfg, options=(cfg.options or algorithm.Options()).with_preset())
+    cfg = replace(cfg, options=(cfg.options or options_of(cfg.algo)()).with_preset())
     tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     on_laptops = tiny or cfg.model_id == SMOLLM2
     defaults: dict[str, Any] = {
@@ -380,14 +376,14 @@ def resolve(cfg: Config) -> Config:
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
         cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
-    if hasattr(algorithm, "draw") and cfg.dtype == "auto":
+    if "own_draw" in needs(cfg) and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
     return cfg
 
 
 def needs(cfg: Config) -> set[str]:
     """What the algorithm needs, in the words of core/algorithm.py."""
-    return needs_of(cfg.algo, cfg.options or load_algorithm(cfg.algo).Options())
+    return {*(cfg.options or options_of(cfg.algo)()).needs}
 
 
 def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
@@ -543,10 +539,10 @@ def _problems(cfg: Config) -> Iterator[str]:
 
 
 def _algorithm_problems(cfg: Config) -> Iterator[str]:
-    algorithm, name = load_algorithm(cfg.algo), name_of(cfg.algo)
-    needed = needs(cfg) | ({"groups"} if cfg.filter_groups else set())
+    name, needed = name_of(cfg.algo), needs(cfg) | ({"groups"} if cfg.filter_groups else set())
+    if unknown := needed - NEEDS.keys():
+        yield f"--algo {cfg.algo} needs {unknown.pop()!r}: choose {', '.join(NEEDS)}"
     reasons = {word: NEEDS[word] for word in sorted(needed)}
-    reasons |= {word: why for word, why in OWN.items() if hasattr(algorithm, word)}
     for word, why in reasons.items():
         for text in REFUSED.get(word, ()):
             if is_set(cfg, text):

@@ -17,7 +17,7 @@ import train
 from algorithms import grpo
 from algorithms.options import Range
 from core import config
-from core.algorithm import algorithm_names, load_algorithm
+from core.algorithm import algorithm_names, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.faults import Fault, UsageError
@@ -203,7 +203,7 @@ def some(cls, turn, never=()):
 def test_a_config_file_and_a_command_line_give_all_settings_back(tmp_path):
     own = {"algo", "options", "run_name", "template_date", *config.COMMAND_LINE_ONLY}
     for turn in range(7):
-        options = some(load_algorithm("ppo").Options, turn)
+        options = some(options_of("ppo"), turn)
         cfg = dataclasses.replace(some(Config, turn, own), algo="ppo", options=options)
         file = written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))
         assert read_config(file, trust=True) == cfg
@@ -217,7 +217,7 @@ def test_every_number_has_a_range_whose_ends_are_valid():
     ranges = config.facts_of(Range, Config)
     assert ranges.keys() == numbers | none_by_default
     for algo in algorithm_names():
-        options = load_algorithm(algo).Options
+        options = options_of(algo)
         of_algorithm = config.facts_of(Range, options)
         assert {k for k, v in vars(options()).items() if type(v) in (int, float)} <= {*of_algorithm}
         ranges |= {f"{algo}.{name}": allowed for name, allowed in of_algorithm.items()}

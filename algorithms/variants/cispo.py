@@ -24,7 +24,6 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
     "cispo": {"scale_rewards": "group", "aggregation": "token"},
     "scalerl": {"scale_rewards": "batch", "aggregation": "prompt"},
 }
-needs = grpo.needs
 compute_advantages = grpo.compute_advantages
 
 
@@ -32,6 +31,7 @@ compute_advantages = grpo.compute_advantages
 class Options(LoopOptions):
     """Options of CISPO; None: the value that the loss type sets."""
 
+    needs = grpo.Options.needs
     presets = LOSS_TYPES
 
     loss_type: Literal["cispo", "scalerl"] = "cispo"

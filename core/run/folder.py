@@ -28,7 +28,7 @@ import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from algorithms.options import LoopOptions
-from core.algorithm import absolute_algorithm, algorithm_names, is_file, load_algorithm, name_of
+from core.algorithm import absolute_algorithm, algorithm_names, is_file, name_of, options_of
 from core.config import (
     COMMAND_LINE_ONLY,
     MAX_NAME_BYTES,
@@ -83,7 +83,7 @@ def as_config(
     if file and "algo" not in given and is_file(algo) and not Path(algo).exists():
         copy = file.with_name(Path(algo).name).absolute()  # that a run keeps
         algo = str(copy) if copy.exists() else algo
-    cls, name = load_algorithm(algo).Options, name_of(own_algo)
+    cls, name = options_of(algo), name_of(own_algo)
     texts = settings.get(name, {}) if name_of(algo) == name else {}
     options = cls(**_typed(cls, texts, f"{file}: {name}.")).without_preset()
     values = {key: value for key, value in settings.items() if key != name}
