@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 
 from core.config import Config
-from core.run.models import load_policy
+from core.loading import load_policy
+from core.run.models import folder_of
 from core.sampler import SamplingParams, TorchSampler
 from runs.families.families import train
 
@@ -18,8 +19,8 @@ PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
 
 
 def tiny(folder):
-    cfg = Config(device="cpu", dtype="float32")
-    return load_policy(cfg, "tiny", folder / "base", "nf4", lora_rank=4)
+    cfg = Config(device="cpu", dtype="float32", quantize="nf4", lora_rank=4)
+    return load_policy(cfg, folder_of("tiny", folder / "base"))
 
 
 def bits_of_base(policy):

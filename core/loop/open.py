@@ -30,6 +30,7 @@ from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped, UsageError
+from core.loading import load_policy
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.loop.run import Run
@@ -46,7 +47,7 @@ from core.run.ahead import Ahead
 from core.run.console import Display, print_line
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt, is_program
-from core.run.models import load_policy
+from core.run.models import folder_of as folder_of_model
 from core.run.reference import load_teacher, reference_bytes
 from core.run.staleness import Weights
 from core.run.writer import Writer
@@ -234,8 +235,8 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
     # with --sampler openai the server has the model; tiny's tokenizer counts the tokens here
     model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
     return distributed.rank_0_first(lambda: load_policy(
-        cfg, model_id, folder / "base", cfg.quantize, lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha, value_head="value_head" in config.needs(cfg),
+        cfg, folder_of_model(model_id, folder / "base", cfg.seed),
+        value_head="value_head" in config.needs(cfg),
     ))  # fmt: skip
 
 
