@@ -255,10 +255,17 @@ def test_settings_of_python_are_checked_and_read_as_flags_are(resume):
     cfg = cli.complete(Config(resume="a", num_updates=9))
     assert cfg == cli.parse(["--resume", "a", "--num-updates", "9"])
     assert (cfg.num_updates, cfg.lr, cfg.options.clip_high) == (9, 5e-05, 0.5)
-    assert cli.complete(cfg) == cfg  # its file is read once: a flag may give the default
+    resume("--config a", num_updates=7)
+    usual = cli.parse("--config a --num-updates 25".split())  # a flag may give the default
+    assert cli.complete(usual).num_updates == 25 != cli.complete(Config(config="a")).num_updates
+    resume("--resume a", grpo={"loss_type": "dapo", "clip_low": "0.2", "clip_high": "0.5"})
     cfg = cli.parse("--config a --lr 0.1 --num-updates 25 --grpo.loss-type dr_grpo".split())
     assert cfg == cli.complete(Config(config="a", lr=0.1, options=grpo.Options("dr_grpo")))
     texts = {"env": ["snake", "reverse"], "lr": "1e-4", "overlap": "yes", "eval_env": "snake"}
+    Path("theirs.yaml").write_text("env: my.py:Maze\n")
+    with pytest.raises(UsageError, match=r"theirs.yaml would run my.py:Maze: .* add --trust"):
+        cli.complete(Config(config="theirs.yaml"))
+    assert cli.complete(Config(config="theirs.yaml", trust=True)).env == ("my.py:Maze",)
     cfg = cli.complete(Config(**texts))
     assert (cfg.env, cfg.lr, cfg.overlap) == (("snake", "reverse"), 1e-4, True)
     assert cfg.eval_env == ("snake",)

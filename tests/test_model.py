@@ -57,6 +57,9 @@ def test_the_optimizer_contains_every_trainable_parameter(qwen3_folder, lora_ran
 
 def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder):
     policy = load_small(qwen3_folder, dtype="bfloat16", lora_rank=4)
+    other = load_small(qwen3_folder, dtype="bfloat16", lora_rank=4, seed=1)
+    pairs = zip(policy.trainable().values(), other.trainable().values(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)  # the seed draws them
     base = {n: p.clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     assert {p.dtype for p in base.values()} == {torch.bfloat16}

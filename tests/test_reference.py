@@ -75,12 +75,12 @@ def test_with_lora_the_reference_is_the_base_and_needs_no_memory(qwen3_folder, t
 def test_a_teacher_is_another_model_with_the_same_tokens(qwen3_folder, tmp_path):
     teacher_folder = save_small("Llama", tmp_path / "llama", num_hidden_layers=1)
     policy = load_policy(Config(device="cpu"), str(qwen3_folder))
-    cfg = Config(teacher=str(teacher_folder), kl_coef=1.0, max_model_len=512)
+    cfg = Config(teacher=str(teacher_folder), kl_coef=1.0, max_model_len=512, lora_rank=2)
     teacher = load_teacher(cfg, policy)
     assert torch.equal(
         hidden(teacher), hidden(load_policy(Config(device="cpu"), str(teacher_folder)))
     )
-    assert not teacher.trainable()
+    assert not teacher.trainable() and teacher.lora_rank == 0  # the adapters are the policy's
     assert reference_bytes(cfg, policy) == 0  # it is there already
     with pytest.raises(UsageError, match=r"^--teacher none/such[^\n]*$"):
         load_teacher(replace(cfg, teacher="none/such"), policy)
