@@ -83,7 +83,10 @@ from environments.plumbing import registry
 
 
 def main(cfg: Config) -> int:
-    """Trains: a warm start, if one is asked for, and updates of RL. Returns the exit code."""
+    """Trains: a warm start, if one is asked for, and updates of RL. Returns the exit code.
+
+    Raises UsageError, Fault or Stopped with the line that the command line prints.
+    """
     with open_run(cfg) as run:  # settings, policy, optimizer, sampler, environments, log
         cfg, algorithm = run.cfg, run.algorithm  # compute_advantages, compute_loss
         begin(run)  # supervised steps on demonstrations, if any; the reference of --kl-coef
@@ -271,11 +274,10 @@ def run(cfg: Config, env: Any = None) -> int:
     episode, or a function that returns a new one. To resume the run, call this again with it.
     """
 
-    def parse(_: list[str]) -> Config:
-        named = cfg if env is None else replace(cfg, env=(registry.name_object(env),))
-        return cli.complete(named)
+    def named(_: list[str]) -> Config:
+        return cfg if env is None else replace(cfg, env=(registry.name_object(env),))
 
-    return cli.run(main, [], parse)
+    return cli.run(main, [], named)
 
 
 def run_command(args: list[str]) -> int:

@@ -32,7 +32,8 @@ flags of the loop: --filter-groups, --overlong-buffer and --mask-truncated-compl
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -60,6 +61,8 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 class Options(LoopOptions):
     """Options of GRPO; None: the value of the loss type."""
 
+    presets = LOSS_TYPES
+
     loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "max_rl"] = "dapo"
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
     scale_rewards: Scale | None = None
@@ -76,27 +79,14 @@ class Options(LoopOptions):
     dual_clip: Annotated[float, Range(1.01, 1000, or_zero=True)] = 0.0
     """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
-
-def needs(options: Any) -> set[str]:  # Any: variants/ have Options of their own
-    """What this needs of the settings; core/algorithm.py explains the words.
-
-    With --kl-in reward a division would blow up the KL of a group whose rewards are equal.
-    """
-    return {"groups"} if options.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
+    @property
+    def needs(self) -> Set[str]:
+        """Groups to compare. With --kl-in reward a division would blow up the KL of a group whose
+        rewards are equal."""
+        return {"groups"} if self.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
 
 
-def resolve(options: Any) -> Any:
-    """`options` with every option that is None set to the value of its loss type.
-
-    >>> options = resolve(Options("dapo", clip_low=0.1))
-    >>> options.clip_low, options.clip_high
-    (0.1, 0.28)
-    """
-    preset = LOSS_TYPES[options.loss_type]
-    return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})
-
-
-def compute_advantages(tokens: Tokens, options: Any) -> Tensor:
+def compute_advantages(tokens: Tokens, options: Any) -> Tensor:  # Any: those of variants/, too
     """[S]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
     With --credit episode, the default, a rollout counts as one turn. Turn k is compared with turn k
@@ -106,7 +96,7 @@ def compute_advantages(tokens: Tokens, options: Any) -> Tensor:
     >>> tokens = Tokens(rewards=torch.tensor([0.0, 1.0, 0.0]), rollout=torch.tensor([0, 0, 1]),
     ...                 turn=torch.zeros(3).long(), group=torch.zeros(3).long(),
     ...                 discounts=torch.ones(3))
-    >>> compute_advantages(tokens, resolve(Options("dr_grpo")))
+    >>> compute_advantages(tokens, Options("dr_grpo").with_preset())
     tensor([ 0.5000,  0.5000, -0.5000])
     """
     turns = turns_of(tokens)

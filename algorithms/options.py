@@ -3,8 +3,10 @@
 Each algorithm has its `Options` in its own file; the fields are flags, such as `--grpo.clip-high`.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 Scale = Literal["group", "batch", "mean", "none"]  # grpo.compute_advantages
 Aggregation = Literal["token", "sequence", "prompt", "constant"]  # tokens.token_weights
@@ -40,11 +42,48 @@ class LoopOptions:
     """What the loop reads of the options of every algorithm, which derive from this class.
 
     These are no flags. An algorithm that needs another value declares the field in its `Options`:
-    it is a flag then, such as `--ppo.target-kl`.
+    it is a flag then, such as `--ppo.target-kl`. `needs` is a plain attribute there, or a property
+    where it depends on the options.
     """
 
     loss_type: str = ""  # the variant, shown in the title of a run
+    # by loss type: the values of the options that are None, which nobody has given
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     aggregation: Aggregation | None = "token"  # of the tokens of a step: tokens.token_weights
     value_lr: float = 1e-3  # learning rate of the value head, for algorithms that have one
     value_warmup: int = 0  # number of initial updates that train the value head only
     target_kl: float = 0.0  # end an update when a minibatch's KL exceeds this; 0: never
+
+    @property
+    def needs(self) -> Set[str]:
+        """What the algorithm needs of the settings: words of core/algorithm.py."""
+        return frozenset()
+
+    def divergence(self, logprobs: Any, teacher: Any) -> Any:
+        """[n]: how far the policy is from its teacher (core/feedback.py), from log-probs [n, V].
+
+        For algorithms that need "feedback".
+        """
+        raise NotImplementedError("an algorithm that needs feedback has Options.divergence")
+
+    def with_preset(self) -> Self:
+        """These options, each one that is None with the value that the loss type sets.
+
+        >>> from algorithms.grpo import Options
+        >>> options = Options("dapo", clip_low=0.1).with_preset()
+        >>> options.clip_low, options.clip_high
+        (0.1, 0.28)
+        """
+        preset = self.presets.get(self.loss_type, {})
+        return self._replace({k: v for k, v in preset.items() if getattr(self, k) is None})
+
+    def without_preset(self) -> Self:
+        """These options, None where they are as the loss type sets them: another one may be chosen.
+
+        `with_preset` sets them again.
+        """
+        preset = self.presets.get(self.loss_type, {})
+        return self._replace({k: None for k, v in preset.items() if getattr(self, k) == v})
+
+    def _replace(self, values: Mapping[str, Any]) -> Self:
+        return replace(self, **values)  # type: ignore[type-var]  # all that derive are dataclasses

@@ -37,13 +37,12 @@ from torch import Tensor
 from algorithms.options import Coefficient, Fraction, LoopOptions, Range
 from algorithms.tokens import Tokens, normalize, surrogate_metrics
 
-NEEDS = {"value_head", "turn_credit"}
-
 
 @dataclass(frozen=True)
 class Options(LoopOptions):
     """Options of PPO."""
 
+    needs = frozenset({"value_head", "turn_credit"})
     gae_lambda: Fraction = 0.95
     """GAE's λ per token; 1: all later rewards count, 0: only the token's own reward and the next
     value."""

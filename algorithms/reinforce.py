@@ -19,6 +19,7 @@ the loss.
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,10 +49,10 @@ class Options(LoopOptions):
     """Normalize advantages to mean 0 and standard deviation 1 over all tokens in the loss (as in
     REINFORCE++)."""
 
-
-def needs(options: Options) -> set[str]:
-    """What this needs of the settings; core/algorithm.py explains the words."""
-    return {"groups"} if options.baseline in ("group", "leave_one_out") else set()
+    @property
+    def needs(self) -> Set[str]:
+        """Groups, if the baseline is made of them."""
+        return {"groups"} if self.baseline in ("group", "leave_one_out") else set()
 
 
 def compute_advantages(tokens: Tokens, options: Options) -> Tensor:

@@ -39,7 +39,7 @@ class Tokens:
     sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
     sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats
     # how likely it is before the first gradient step: known before it where there are several
-    # steps or something reads it (core/algorithm.py's NEEDS), else found in the only step's pass
+    # steps or something reads it (`Options.needs`), else found in the only step's pass
     old_logprobs: Tensor  # for the policy
     old_values: Tensor  # the value head's estimate (PPO)
     ref_logprobs: Tensor  # for the reference of --kl-coef

@@ -9,16 +9,19 @@ An algorithm is a module with
                                           --grpo.clip-high; LoopOptions has what the loop reads of
                                           it, too
 
-and, where it needs more than the rewards of single rollouts, `NEEDS`, a set of the words below, or
-`needs(options)`, if that depends on its options. `resolve(options)` fills in options that depend on
-others. Where `compute_loss` needs more than log-probs, `read_out` reads it out of the hidden states
-(core/scoring.py): that of core/feedback.py for sdpo, of core/observations.py for echo, or one in
-the file itself. algorithms/README.md has an example.
+and, where `compute_loss` needs more than log-probs, one optional function
+
+    read_out(policy, micro, hidden, ..)   what else is read out of the hidden states; see
+                                          core/scoring.py, whose function takes its place otherwise
+
+`Options.needs` says with words of NEEDS what an algorithm needs beyond the rewards of single
+rollouts: with "feedback" its vectors are those of core/feedback.py, as sdpo has them, with
+"observations" those of core/observations.py, as echo has them. algorithms/README.md has an example.
 """
 
 import importlib
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from inspect import signature
 from pathlib import Path
@@ -42,9 +45,26 @@ NEEDS = {
     "reward_parts": 'reads the rewards that an environment reports as info["reward_<name>"]',
     "feedback": "learns from what would have been right: Step.feedback, or demonstrate()",
     "observations": "predicts what the environment says between two turns",
+    "own_kl": "has a KL of its own, a term of the loss",
+    "own_draw": "draws tokens itself, with torch",
     "no_kl_in_reward": "divides its advantages, so in a group with equal rewards "
     "the KL alone would decide: --kl-in loss, or --grpo.scale-rewards none",
 }
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What a run uses of an algorithm."""
+
+    compute_advantages: Callable[[Any, Any], Any]
+    compute_loss: Callable[[Any, Any], Any]
+    file: Path  # which a run keeps a copy of, if it is the user's
+    read_out: Callable[..., dict[str, Any]] | None = None  # None: that of core/scoring.py
+    # of scratch.py only: exercises in place of functions of the library
+    weighted_kl: Callable[..., Any] | None = None  # algorithms/kl.py
+    draw: Callable[..., Any] | None = None  # core/sampler.py
+    variant: str = ""  # what the title of a run says after the name
+    remarks: tuple[str, ...] = ()  # lines to show when the run starts
 
 
 @cache
@@ -83,13 +103,32 @@ def absolute_algorithm(algo: str) -> str:
     return str(Path(algo).expanduser().absolute()) if is_file(algo) else algo
 
 
-def load_algorithm(algo: str) -> Any:
-    """The algorithm, an object with `PARTS`.
+def load_algorithm(cfg: Any) -> Algorithm:
+    """The algorithm of a run with the settings `cfg`, a `Config` with options.
+
+    Raises UsageError as `options_of` does, and if exercises of scratch.py are not written yet.
+    """
+    module = _load(cfg.algo)
+    if module.__name__ == WORKSHOP:
+        return module.load_scratch(cfg)
+    return Algorithm(
+        module.compute_advantages, module.compute_loss, Path(module.__file__),
+        read_out=getattr(module, "read_out", None),
+    )  # fmt: skip
+
+
+def options_of(algo: str) -> type[LoopOptions]:
+    """The `Options` of an algorithm. Imports it.
 
     Raises UsageError for a name that does not exist, and for a file that cannot be used.
     """
+    return _load(algo).Options
+
+
+def _load(algo: str) -> Any:
+    """The module of an algorithm, with `PARTS`; for exercises WORKSHOP, with `load_scratch`."""
     if algo == "scratch":
-        return importlib.import_module(WORKSHOP).ScratchAlgorithm
+        return importlib.import_module(WORKSHOP)
     if not is_file(algo):
         if algo not in algorithm_names():
             raise UsageError(f"--algo {algo}: choose {', '.join(algorithm_names())}, or FILE.py of "
@@ -102,7 +141,7 @@ def load_algorithm(algo: str) -> Any:
         text = file.read_text(encoding="utf-8", errors="replace")
         exercises = name == "scratch" or "core.workshop.checker" in text  # scratch.py, or a copy
         if exercises and not all(part in text for part in PARTS):
-            return importlib.import_module(WORKSHOP).ScratchAlgorithm  # imports it at the start
+            return importlib.import_module(WORKSHOP)  # imports the file when a run starts
         module = import_file(file)
     except UsageError as error:
         raise UsageError(f"--algo {algo}: {error}") from None
@@ -117,6 +156,9 @@ def load_algorithm(algo: str) -> Any:
     for field in fields(options):
         if field.default is field.default_factory is MISSING:
             raise UsageError(f"--algo {algo}: Options.{field.name} needs a default")
+    if old := {"NEEDS", "needs"} & {*vars(module)}:
+        raise UsageError(f"--algo {algo}: {old.pop()} belongs into Options now: "
+                         'needs = {"groups"} (algorithms/README.md)')  # fmt: skip
     for part in PARTS[:2]:
         if not hasattr(vars(module)[part], "__wrapped__"):
             vars(module)[part] = _checked(algo, part, vars(module)[part])
@@ -163,17 +205,6 @@ def _checked(algo: str, part: str, function: Callable[..., Any]) -> Callable[...
 
 def _describe(x: Any) -> str:
     return f"of shape {[*x.shape]}" if hasattr(x, "shape") else f"of type {type(x).__name__}"
-
-
-def needs_of(algo: str, options: LoopOptions) -> set[str]:
-    """What the algorithm needs with these options: words of `NEEDS`."""
-    algorithm = load_algorithm(algo)
-    found = set(getattr(algorithm, "NEEDS", ()))
-    if hasattr(algorithm, "needs"):
-        found = algorithm.needs(options)
-    if unknown := found - NEEDS.keys():
-        raise UsageError(f"--algo {algo} needs {unknown.pop()!r}: choose {', '.join(NEEDS)}")
-    return found
 
 
 def describe_options(name: str, options: LoopOptions) -> str:

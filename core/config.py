@@ -34,9 +34,8 @@ from core.algorithm import (
     absolute_algorithm,
     describe_options,
     is_file,
-    load_algorithm,
     name_of,
-    needs_of,
+    options_of,
 )
 from core.faults import UsageError
 from core.warning_texts import WARNINGS
@@ -280,6 +279,8 @@ class Config(
     # The `Options` of the algorithm; None: resolve() takes the defaults. A file has them under the
     # algorithm's name.
     options: LoopOptions = None  # type: ignore[assignment]
+    # Whether the settings in the file of --config or --resume are in here already. No flag.
+    has_file: bool = False
 
     if TYPE_CHECKING:  # resolve() replaces None by a value in these
         lr: float = 0.0
@@ -297,7 +298,7 @@ KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blac
 SMOLLM2 = "smollm2"  # the model of core/run/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes")
+COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes", "has_file")
 # Names of settings elsewhere
 ALIASES = {
     "learning_rate": "lr",
@@ -329,15 +330,13 @@ CONFLICTS = [
     ("shard_optimizer=on", "optimizer"), ("overlap", "sampler=vllm openai"),
     ("overlap", "curriculum"),
 ]  # fmt: skip
-# What an algorithm refuses, by its needs (core/algorithm.py) and by what it has of its own
+# What an algorithm refuses, by its needs (core/algorithm.py)
 REFUSED = {
     "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
     "reward_parts": ["gamma", "overlong_buffer", "kl_in"], "no_kl_in_reward": ["kl_in"],
-    "weighted_kl": ["kl_in", "kl_estimator"],
-    "draw": ["top_p", "top_k", "sampler=vllm server openai"],
+    "own_kl": ["kl_in", "kl_estimator"],
+    "own_draw": ["top_p", "top_k", "sampler=vllm server openai"],
 }  # fmt: skip
-OWN = {"draw": "draws tokens itself, with torch",
-       "weighted_kl": "has a KL of its own, a term of the loss"}  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "sampler=vllm": ("vllm", "vllm"), "quantize=nf4": ("bitsandbytes", "quantize"),
     "optimizer=adamw8bit": ("bitsandbytes", "quantize"),
@@ -357,11 +356,7 @@ def resolve(cfg: Config) -> Config:
     named = ("model_id", "teacher", "adapter_folder")
     folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
-    algorithm = load_algorithm(cfg.algo)
-    options = cfg.options or algorithm.Options()
-    if hasattr(algorithm, "resolve"):
-        options = algorithm.resolve(options)
-    cfg = replace(cfg, options=options)
+    cfg = replace(cfg, options=(cfg.options or options_of(cfg.algo)()).with_preset())
     tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     on_laptops = tiny or cfg.model_id == SMOLLM2
     defaults: dict[str, Any] = {
@@ -383,24 +378,14 @@ def resolve(cfg: Config) -> Config:
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
         cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
-    if hasattr(algorithm, "draw") and cfg.dtype == "auto":
+    if "own_draw" in needs(cfg) and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
     return cfg
 
 
-def without_preset(cfg: Config) -> Config:
-    """`cfg` without the options that are those of its loss type, for another one to set them."""
-    algorithm, kind = load_algorithm(cfg.algo), type(cfg.options)
-    if not hasattr(algorithm, "resolve"):  # an own one
-        return cfg
-    preset = vars(algorithm.resolve(kind(loss_type=cfg.options.loss_type)))  # type: ignore
-    own = {name: value for name, value in vars(cfg.options).items() if value != preset[name]}
-    return replace(cfg, options=kind(**own))
-
-
 def needs(cfg: Config) -> set[str]:
     """What the algorithm needs, in the words of core/algorithm.py."""
-    return needs_of(cfg.algo, cfg.options or load_algorithm(cfg.algo).Options())
+    return {*(cfg.options or options_of(cfg.algo)()).needs}
 
 
 def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
@@ -552,10 +537,10 @@ def _problems(cfg: Config) -> Iterator[str]:
 
 
 def _algorithm_problems(cfg: Config) -> Iterator[str]:
-    algorithm, name = load_algorithm(cfg.algo), name_of(cfg.algo)
-    needed = needs(cfg) | ({"groups"} if cfg.filter_groups else set())
+    name, needed = name_of(cfg.algo), needs(cfg) | ({"groups"} if cfg.filter_groups else set())
+    if unknown := needed - NEEDS.keys():
+        yield f"--algo {cfg.algo} needs {unknown.pop()!r}: choose {', '.join(NEEDS)}"
     reasons = {word: NEEDS[word] for word in sorted(needed)}
-    reasons |= {word: why for word, why in OWN.items() if hasattr(algorithm, word)}
     for word, why in reasons.items():
         for text in REFUSED.get(word, ()):
             if is_set(cfg, text):

@@ -1,9 +1,9 @@
 """Load a policy: a Hub id or the folder of a model.
 
-    policy = load_policy("Qwen/Qwen3-0.6B", lora_rank=32)
+    policy = load_policy(Config(model_id="Qwen/Qwen3-0.6B", lora_rank=32))
 
 Only safetensors weights are read. Python code that comes with a model runs only with
-`trust_remote_code`; otherwise transformers' own implementation of the model type is used, if it has
+--trust; otherwise transformers' own implementation of the model type is used, if it has
 one. Weights have the given dtype; LoRA adapters and the value head are always float32.
 """
 
@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
 from core.chat_template import check_template, end_of_turn_id, set_template_options
-from core.config import RUNS, parse_template_options
+from core.config import RUNS, Config, parse_template_options
 from core.faults import UsageError
 from core.kv_cache import prefill
 from core.policy import Float32Head, Policy
@@ -41,54 +42,44 @@ logging.disable_progress_bar()  # of weight loading, which would break the displ
 
 
 def load_policy(
-    model_id: str,
+    cfg: Config,
+    model_id: str = "",
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    lora_rank: int = 0,
-    lora_alpha: float = 0.0,
     adapters: str = "",
     value_head: bool = False,
-    max_length: int | None = None,
-    seed: int = 0,
-    trust_remote_code: bool = False,
-    fp32_head: bool = False,
-    template_options: str = "",
-    template_date: str = "",
     flag: str = "--model-id",
-    from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
 ) -> Policy:
-    """Loads `model_id`: a Hub id or a folder.
+    """Loads `model_id`, a Hub id or a folder, by default that of `cfg`, with the settings of `cfg`.
 
-    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. The `model/` of a run
-    with LoRA is its base model with its adapters, which are trained on: of any kind of LoRA that
-    PEFT has, without their dropout. `adapters` is the folder of others for the same base model.
-    `max_length` lowers the model's own limit. `seed` determines all random weights. `fp32_head`
-    computes the logits in float32. `template_options` and `template_date` are those of `Config`.
-    `from_pretrained` loads the weights (core/run/quantize.py has another one). Raises
-    UsageError, in one line that names `flag`, if the model cannot be loaded, and if the device does
-    not exist.
+    These are the device and the precision, the adapters to train (with `lora_rank` 0 none: all
+    weights are trained), 4 bits, the limit of the context, which is never above the model's own,
+    the chat template's variables, the seed of all random weights, and whether to trust the model's
+    code. The `model/` of a run with LoRA is its base model with its adapters, which are trained on:
+    of any kind of LoRA that PEFT has, without their dropout. `adapters` is the folder of others for
+    the same base model. core/run/models.py knows the models with a name of their own, such as tiny.
+    Raises UsageError, in one line that names `flag`, if the model cannot be loaded, and if the
+    device does not exist.
     """
-    torch_device = pick_device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
+    model_id = model_id or cfg.model_id
+    device = pick_device(cfg.device)
     subject = f"{flag} {model_id}"
     if has_adapters(model_id):
         adapters = adapters or model_id
-        model_id = _base_of(model_id, subject, lora_rank, lora_alpha, train=flag == "--model-id")
-    base, tokenizer = _load_files(model_id, dtype, trust_remote_code, flag, from_pretrained)
-    if fp32_head:
+        model_id = _base_of(cfg, model_id, subject, train=flag == "--model-id")
+    base, tokenizer = _load_files(cfg, model_id, device, flag)
+    if cfg.fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
-    torch.manual_seed(seed)
-    adapted = lora_rank > 0 or adapters
-    model: Any = _with_adapters(base, lora_rank, lora_alpha, adapters) if adapted else base
-    model.to(torch_device).eval()  # without the dropout of adapters that were trained elsewhere
-    if torch_device.type == "cuda":
+    torch.manual_seed(cfg.seed)
+    adapted = cfg.lora_rank > 0 or adapters
+    model: Any = _with_adapters(base, cfg.lora_rank, cfg.lora_alpha, adapters) if adapted else base
+    model.to(device).eval()  # without the dropout of adapters that were trained elsewhere
+    if device.type == "cuda":
         # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a
         # step of a small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
         torch.backends.cuda.enable_cudnn_sdp(False)
     with _one_line_errors(subject):
-        set_template_options(tokenizer, parse_template_options(template_options), template_date)
+        variables = parse_template_options(cfg.template_options)
+        set_template_options(tokenizer, variables, cfg.template_date)
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
     config = base.config.get_text_config()
@@ -99,13 +90,13 @@ def load_policy(
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
-        device=torch_device,
+        device=device,
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
-        max_length=min(limit, max_length or limit),
-        value_head=_zero_head(config.hidden_size, torch_device) if value_head else None,
-        trust_remote_code=trust_remote_code,
-        fp32_head=fp32_head,
+        max_length=min(limit, cfg.max_model_len or limit),
+        value_head=_zero_head(config.hidden_size, device) if value_head else None,
+        trust_remote_code=cfg.trust,
+        fp32_head=cfg.fp32_head,
     )
     _check_logits(subject, policy)
     if reason := _share_prefixes(policy):
@@ -166,14 +157,17 @@ def pick_device(name: str) -> torch.device:
 
 
 def _load_files(
-    model_id: str,
-    dtype: str,
-    trusted: bool,
-    flag: str,
-    from_pretrained: Callable[..., Any],
+    cfg: Config, model_id: str, device: torch.device, flag: str
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    from_cache = reads_cache(model_id, flag)
-    source = {"trust_remote_code": trusted, "local_files_only": from_cache}
+    dtype, trusted, from_cache = cfg.dtype, cfg.trust, reads_cache(model_id, flag)
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    source: dict[str, Any] = {"trust_remote_code": trusted, "local_files_only": from_cache}
+    from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    if cfg.quantize == "nf4":
+        from core.quantize import load_in_4_bits
+
+        from_pretrained = partial(load_in_4_bits, device=device)
     with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
         saved = get_tokenizer_config(model_id, local_files_only=from_cache)
         if not trusted and "auto_map" in saved:
@@ -293,7 +287,7 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train: bool) -> str:
+def _base_of(cfg: Config, folder: str, subject: str, train: bool) -> str:
     """The model of which `folder` has the LoRA adapters.
 
     Raises UsageError if they cannot be read or, to `train` them, have another rank or alpha.
@@ -302,7 +296,7 @@ def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train
 
     with _one_line_errors(f"{subject}: can't be loaded"):
         saved: Any = LoraConfig.from_pretrained(folder)
-    if train and (lora_rank != saved.r or lora_alpha not in (0, saved.lora_alpha)):
+    if train and (cfg.lora_rank != saved.r or cfg.lora_alpha not in (0, saved.lora_alpha)):
         raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
                          f"--lora-rank {saved.r} --lora-alpha {saved.lora_alpha:g}")  # fmt: skip
     model_id, copied = saved.base_model_name_or_path, Path(folder).parent / "base"

@@ -150,9 +150,12 @@ def load_small(folder, **options):
 
 @cache
 def _load_once(folder, options):
+    from core.config import Config
     from core.loading import load_policy
 
-    return load_policy(folder, device="cpu", **dict(options))
+    settings = dict(options)
+    value_head = settings.pop("value_head", False)
+    return load_policy(Config(device="cpu", **settings), folder, value_head=value_head)
 
 
 def metrics_of(run):

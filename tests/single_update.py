@@ -37,7 +37,8 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
     def open_run(cfg):
         sampler = SimpleNamespace(sync=lambda: None)
         evaluator = SimpleNamespace(evaluate=lambda update: {})
-        cfg, algorithm = prepare(cfg), load_algorithm(cfg.algo)
+        cfg = prepare(cfg)
+        algorithm = load_algorithm(cfg)
         yield OneUpdate(
             cfg, algorithm, policy, optimizer, collector=None, sampler=sampler,
             evaluator=evaluator,

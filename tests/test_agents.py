@@ -18,6 +18,7 @@ from conftest import AGENTS, wait_for_the_end_of
 from core import pool
 from core.batching import to_tokens
 from core.calls import in_thread
+from core.config import Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents
@@ -760,7 +761,7 @@ def test_agents_of_frameworks_play_to_their_end(name):
     if name == "with_node":
         program = f"command=node {folder}/{name}.mjs"
     spec = f"agent:{program},data={AGENTS}/sums.jsonl"
-    policy = load_policy(str(PRETRAINED), device="cpu")
+    policy = load_policy(Config(device="cpu"), str(PRETRAINED))
     sampler = Calculating(policy)
     rollouts = collect(policy, spec, 2, max_turns=8, max_tokens=32, sampler=sampler)
     assert [r.error for r in rollouts] == [""] * 2

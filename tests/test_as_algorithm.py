@@ -9,22 +9,23 @@ from test_workshop import STUBS, solved
 
 from algorithms import grpo, ppo, reinforce
 from algorithms.tokens import Tokens
-from core.algorithm import load_algorithm
+from core import sampler
+from core.algorithm import Algorithm, options_of
 from core.config import Config
 from core.faults import UsageError
 from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.workshop import checker
-from core.workshop.as_algorithm import ScratchAlgorithm, ScratchOptions, load_scratch
+from core.workshop.as_algorithm import Exercises, Options, load_scratch
 
 OPTIONS = grpo.Options("grpo", "group", 0.2, 0.2, "token")
 
 
 def make_algorithm(
     folder: Path, exercises: tuple[int, ...] = (3, 5, 8), **others: str
-) -> ScratchAlgorithm:
+) -> Exercises:
     (folder / "scratch.py").write_text(solved(**others), encoding="utf-8")
-    return ScratchAlgorithm(checker.load(folder / "scratch.py"), exercises)
+    return Exercises(checker.load(folder / "scratch.py"), exercises)
 
 
 def solved_up_to(number: int) -> str:
@@ -104,20 +105,22 @@ def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message)
         make_algorithm(tmp_path, clipped_loss=text).compute_loss(loss_inputs(), OPTIONS)
 
 
-def load(text: str, **settings: object) -> ScratchAlgorithm:
+def load(text: str, **settings: object) -> Algorithm:
     Path("scratch.py").write_text(text, encoding="utf-8")
-    options = settings.pop("options", ScratchOptions())
+    options = settings.pop("options", Options())
     return load_scratch(Config(algo="scratch", options=options, **settings))  # type: ignore
 
 
 def test_load_uses_the_exercises_that_are_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    as_reinforce = {"kl_coef": 0.1, "options": ScratchOptions("10", "4")}
+    as_reinforce = {"kl_coef": 0.1, "options": Options("10", "4")}
     for number, settings, exercises in (
         (4, {}, (3, 4)), (10, {}, (3, 5, 8)), (10, as_reinforce, (4, 6, 8, 10)),
     ):  # fmt: skip
         algorithm = load(solved_up_to(number), **settings)
-        assert (algorithm.exercises, algorithm.remarks) == (exercises, ())
+        named = f"exercises {', '.join(map(str, exercises))}"
+        assert (algorithm.variant, algorithm.remarks) == (named, ())
+        assert (algorithm.draw is sampler.draw) == (8 not in exercises)
     for number, settings, missing in ((0, {}, "exercise 3"), (5, {"kl_coef": 0.1}, "exercise 6")):
         with pytest.raises(UsageError, match=missing):
             load(solved_up_to(number), **settings)
@@ -155,10 +158,10 @@ def test_solutions_train_as_the_library_does(command):
 def test_a_copy_of_scratch_may_have_any_name(tmp_path):
     copy = tmp_path / "copy.py"
     copy.write_bytes(STUBS.read_bytes())
-    assert load_algorithm(str(copy)) is ScratchAlgorithm
+    assert options_of(str(copy)) is Options
 
 
 def test_a_file_called_scratch_may_be_a_whole_algorithm(tmp_path):
     text = "from algorithms.grpo import Options, compute_advantages, compute_loss\n"
     (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
-    assert load_algorithm(str(tmp_path / "scratch.py")).Options.__module__ == "algorithms.grpo"
+    assert options_of(str(tmp_path / "scratch.py")).__module__ == "algorithms.grpo"

@@ -10,6 +10,7 @@ from conftest import load_small
 from test_files import small_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from core.config import Config
 from core.extras.opponents import saved_updates
 from core.faults import UsageError
 from core.loading import load_policy
@@ -89,7 +90,7 @@ def test_what_is_written_later_is_the_state_when_it_was_saved(run, qwen3_folder)
     assert not any(torch.equal(p, weights[name]) for name, p in policy.trainable().items())
     later.write()
     assert find_checkpoint(folder).folder == saved
-    other = load_policy(str(qwen3_folder), device="cpu")
+    other = load_policy(Config(device="cpu"), str(qwen3_folder))
     other_optimizer = make_optimizer(other, 0.1)
     load_checkpoint(saved, other, other_optimizer)
     assert all(torch.equal(p, weights[name]) for name, p in other.trainable().items())

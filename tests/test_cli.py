@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import train
 from algorithms import grpo
 from algorithms.options import Range
 from core import config
-from core.algorithm import algorithm_names, load_algorithm
+from core.algorithm import algorithm_names, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.faults import Fault, UsageError
@@ -202,28 +203,11 @@ def some(cls, turn, never=()):
 def test_a_config_file_and_a_command_line_give_all_settings_back(tmp_path):
     own = {"algo", "options", "run_name", "template_date", *config.COMMAND_LINE_ONLY}
     for turn in range(7):
-        options = some(load_algorithm("ppo").Options, turn)
+        options = some(options_of("ppo"), turn)
         cfg = dataclasses.replace(some(Config, turn, own), algo="ppo", options=options)
         file = written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))
         assert read_config(file, trust=True) == cfg
-        assert cli.complete(cfg) == cfg
-
-
-def test_an_object_may_have_what_a_flag_may_and_is_refused_in_a_line():
-    loose = Config(env=["reverse"], num_updates="3", lr="1e-3", algo="ppo")  # type: ignore
-    exact = Config(env=("reverse",), num_updates=3, lr=1e-3, algo="ppo")
-    assert cli.complete(loose) == cli.complete(exact)
-    grpo = load_algorithm("grpo").Options
-    dr_grpo = cli.complete(Config(options=grpo(loss_type="dr_grpo", clip_low=0.1)))
-    assert dr_grpo.options.clip_low == 0.1 and dr_grpo.options.loss_type == "dr_grpo"
-    for wrong, said in (
-        (Config(lr="much"), "lr: invalid value 'much'"),
-        (Config(options=grpo(clip_low="low")), "grpo.clip_low: invalid value 'low'"),
-        (Config(algo="reinforce", options=grpo(clip_low=0.1)), "has no option clip_low"),
-        (Config(config="a", resume="b"), "--config or --resume, not both"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            cli.complete(wrong)
+        assert cli.complete(cfg) == dataclasses.replace(cfg, has_file=True)
 
 
 def test_every_number_has_a_range_whose_ends_are_valid():
@@ -233,7 +217,7 @@ def test_every_number_has_a_range_whose_ends_are_valid():
     ranges = config.facts_of(Range, Config)
     assert ranges.keys() == numbers | none_by_default
     for algo in algorithm_names():
-        options = load_algorithm(algo).Options
+        options = options_of(algo)
         of_algorithm = config.facts_of(Range, options)
         assert {k for k, v in vars(options()).items() if type(v) in (int, float)} <= {*of_algorithm}
         ranges |= {f"{algo}.{name}": allowed for name, allowed in of_algorithm.items()}
@@ -261,5 +245,46 @@ def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transform
     assert len(re.findall(r"^\W*--", boxes["main"], flags=re.MULTILINE)) == 10
     for flag, box in (("--lr", "main"), ("--top-p", "sampling"), ("--grpo.clip-high", "grpo")):
         assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
-    for name in {*vars(Config())} - {"options", "template_date"}:
+    for name in {*vars(Config())} - {"options", "template_date", "has_file"}:
         assert config.flag(name) in done.stdout
+
+
+def test_settings_of_python_are_checked_and_read_as_flags_are(resume):
+    """`complete`, which train.main begins with: over a file, as texts, lists, and with options."""
+    resume("--resume a", grpo={"loss_type": "dapo", "clip_low": "0.2", "clip_high": "0.5"})
+    cfg = cli.complete(Config(resume="a", num_updates=9))
+    assert cfg == cli.parse(["--resume", "a", "--num-updates", "9"])
+    assert (cfg.num_updates, cfg.lr, cfg.options.clip_high) == (9, 5e-05, 0.5)
+    resume("--config a", num_updates=7)
+    usual = cli.parse("--config a --num-updates 25".split())  # a flag may give the default
+    assert cli.complete(usual).num_updates == 25 != cli.complete(Config(config="a")).num_updates
+    resume("--resume a", grpo={"loss_type": "dapo", "clip_low": "0.2", "clip_high": "0.5"})
+    cfg = cli.parse("--config a --lr 0.1 --num-updates 25 --grpo.loss-type dr_grpo".split())
+    assert cfg == cli.complete(Config(config="a", lr=0.1, options=grpo.Options("dr_grpo")))
+    texts = {"env": ["snake", "reverse"], "lr": "1e-4", "overlap": "yes", "eval_env": "snake"}
+    Path("theirs.yaml").write_text("env: my.py:Maze\n")
+    with pytest.raises(UsageError, match=r"theirs.yaml would run my.py:Maze: .* add --trust"):
+        cli.complete(Config(config="theirs.yaml"))
+    assert cli.complete(Config(config="theirs.yaml", trust=True)).env == ("my.py:Maze",)
+    cfg = cli.complete(Config(**texts))
+    assert (cfg.env, cfg.lr, cfg.overlap) == (("snake", "reverse"), 1e-4, True)
+    assert cfg.eval_env == ("snake",)
+    for settings, line in [
+        ({"dtype": "float3"}, "Config.dtype: invalid value 'float3'"),
+        ({"num_updates": "ten"}, "Config.num_updates: invalid value 'ten'"),
+        ({"options": grpo.Options(clip_low="x")}, "Options.clip_low: invalid value 'x'"),
+        ({"algo": "ppo", "options": grpo.Options()},
+         "Config.options: give the Options of --algo ppo, algorithms.ppo.Options"),
+        ({"config": "a", "resume": "a"}, "give --config or --resume, not both: a run folder has "
+                                         "its own config"),
+        ({"resume": "a", "run_name": "b"}, "--run-name b: a resumed run keeps its folder; remove "
+                                           "it"),
+        ({"resume": "runs/a", "lr": 0.1}, "--resume runs/a: lr is 5e-05 in this run, not 0.1: "
+                                          "change it back, or add --allow-changes"),
+        ({"model_id": "smolm2"}, "--model-id smolm2: there is no such folder; write --model-id "
+         "smollm2, or the name of a model of the Hub with its owner"),
+        ({"env": ["a", "x=1"]}, '--env a x=1: write "a:x=1"'),
+    ]:  # fmt: skip
+        with pytest.raises(UsageError) as error:
+            train.main(Config(**settings))
+        assert str(error.value) == line

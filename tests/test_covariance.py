@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from algorithms import grpo
 from algorithms.tokens import Tokens
 from algorithms.variants import kl_cov
 from algorithms.variants.kl_cov import covariance, highest
@@ -20,7 +19,7 @@ def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_the_tokens_with_th
     in_loss = torch.arange(1000) % 5 > 0  # 800 tokens
     batch = Tokens(rewards=rewards, old_logprobs=old, in_loss=in_loss, rollout=rollout,
                    turn=rollout * 0, group=rollout // 4, discounts=torch.ones(1000))  # fmt: skip
-    options = grpo.resolve(kl_cov.Options(fraction=0.1, coef=0.8))
+    options = kl_cov.Options(fraction=0.1, coef=0.8).with_preset()
     advantages, coef = kl_cov.compute_advantages(batch, options).values()
     cov = covariance(batch, advantages)
     assert coef.unique().tolist() == pytest.approx([0, 0.8]) and (coef > 0).sum() == 80

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import load_small
 
+from core.config import Config
 from core.faults import UsageError
 from core.loading import load_policy
 from core.policy import Policy
@@ -76,5 +77,5 @@ def test_a_model_whose_log_probs_training_would_change_is_refused(tmp_path, monk
 
     monkeypatch.setattr(Policy, "to_logits", without_scaling)
     with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off") as error:
-        load_policy(str(save("Granite", tmp_path)), device="cpu")
+        load_policy(Config(device="cpu"), str(save("Granite", tmp_path)))
     assert len(str(error.value).splitlines()) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from algorithms import grpo
-from algorithms.grpo import EPS, Options, compute_advantages, resolve
+from algorithms.grpo import EPS, Options, compute_advantages
 from algorithms.tokens import Tokens, turns_of
 from algorithms.variants import cispo, dppo, gdpo, gspo
 
@@ -81,7 +81,7 @@ def test_gdpo_counts_rollouts_with_rewards_and_sees_rewards_that_cancel():
 
 
 def test_scalerl_takes_the_deviation_of_the_batch_and_the_mean_of_each_group():
-    options = cispo.resolve(cispo.Options("scalerl"))
+    options = cispo.Options("scalerl").with_preset()
     assert (options.scale_rewards, options.aggregation) == ("batch", "prompt")
 
 
@@ -92,7 +92,7 @@ def loss_of(ratio, advantage, **settings):
     logprobs = (old + math.log(ratio)).requires_grad_()
     tokens = Tokens(old_logprobs=old, logprobs=logprobs, advantages=one * advantage,
                     importance_weights=one, token_weights=one, in_loss=one > 0)  # fmt: skip
-    loss, metrics = grpo.compute_loss(tokens, resolve(Options(**settings)))
+    loss, metrics = grpo.compute_loss(tokens, Options(**settings).with_preset())
     loss.backward()
     return loss.item(), logprobs.grad.item(), metrics
 

@@ -34,7 +34,7 @@ def test_the_weights_of_tiny_random_depend_on_the_seed_only(tmp_path):
 
 
 def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, capsys):
-    policy = load_policy(folder_of("tiny", tmp_path / "base"), device="cpu")
+    policy = load_policy(Config(device="cpu"), folder_of("tiny", tmp_path / "base"))
     assert policy.model.config.model_type == "qwen3"
     assert 0.7e6 < sum(p.numel() for p in policy.model.parameters()) < 1.3e6
     made = {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()}
@@ -57,6 +57,9 @@ def test_the_optimizer_contains_every_trainable_parameter(qwen3_folder, lora_ran
 
 def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder):
     policy = load_small(qwen3_folder, dtype="bfloat16", lora_rank=4)
+    other = load_small(qwen3_folder, dtype="bfloat16", lora_rank=4, seed=1)
+    pairs = zip(policy.trainable().values(), other.trainable().values(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)  # the seed draws them
     base = {n: p.clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     assert {p.dtype for p in base.values()} == {torch.bfloat16}
@@ -72,7 +75,7 @@ def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder
 def test_completions_end_at_the_stop_tokens_of_both_configs(tmp_path):
     save_small("Qwen3", tmp_path, eos_token_id=[1, 7, 9])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 8]}))
-    policy = load_policy(str(tmp_path), device="cpu")
+    policy = load_policy(Config(device="cpu"), str(tmp_path))
     assert policy.stop_ids == sorted({1, 7, 8, 9, policy.end_of_turn_id})
 
 
@@ -83,29 +86,29 @@ def test_half_of_a_download_is_refused(tmp_path):
     for damaged in (weights, weights | {"model.norm.weight": norm[:8].clone()}):
         save_file(damaged, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UsageError, match=r"1 of its weights .* model.norm.weight"):
-            load_policy(str(folder), device="cpu")
+            load_policy(Config(device="cpu"), str(folder))
     save_file(weights | {"model.norm.weight": norm}, folder / "model.safetensors")
-    load_policy(str(folder), device="cpu")
+    load_policy(Config(device="cpu"), str(folder))
 
 
 def test_the_adapters_of_a_run_are_trained_on(tmp_path):
     """As with --model-id runs/a/model --lora-rank 2; the folder of the run has moved since."""
     first = tmp_path / "runs/first"
     options = {"device": "cpu", "lora_rank": 2}
-    policy = load_policy(folder_of("tiny-random", first / "base"), lora_alpha=3, **options)
+    policy = load_policy(Config(lora_alpha=3, **options), folder_of("tiny-random", first / "base"))
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.normal_()
     export_model(first, policy)
     folder = str(first.rename(tmp_path / "runs/moved") / "model")
-    again = load_policy(folder, **options)
+    again = load_policy(Config(**options), folder)
     assert again.trainable().keys() == policy.trainable().keys()
     logits = [p.to_logits(p.hidden_states(IDS)[0]) for p in (policy, again)]
     assert torch.equal(*logits) and again.lora_rank == 2
     for wrong in ({"lora_rank": 4}, {"lora_rank": 0}, {"lora_rank": 2, "lora_alpha": 9}):
         with pytest.raises(UsageError, match="--lora-rank 2 --lora-alpha 3"):
-            load_policy(folder, device="cpu", **wrong)
-    assert load_policy(folder, device="cpu", flag="opponent").lora_rank == 2  # not trained
+            load_policy(Config(device="cpu", **wrong), folder)
+    assert load_policy(Config(device="cpu"), folder, flag="opponent").lora_rank == 2  # not trained
 
 
 ADAPTERS = {  # what people train elsewhere: settings of PEFT's LoraConfig
@@ -126,7 +129,7 @@ def test_adapters_of_any_kind_of_lora_load_for_training_and_as_the_model_of_a_ru
     base = AutoModelForCausalLM.from_pretrained(qwen3_folder)
     get_peft_model(base, LoraConfig(**own | ADAPTERS[kind])).save_pretrained(tmp_path / "given")
     given = str(tmp_path / "given")
-    policy = load_policy(given, device="cpu", lora_rank=2, lora_alpha=4)
+    policy = load_policy(Config(device="cpu", lora_rank=2, lora_alpha=4), given)
     assert policy.lora_rank == (4 if kind == "ranks" else 2) and policy.zero_adapters() in (0, 1)
     policy.to_logits(policy.hidden_states(IDS)[0]).logsumexp(-1).sum().backward()
     with torch.no_grad():
@@ -169,9 +172,9 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_then_the_cache(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with loopback(Silent) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        load_policy("me/small", device="cpu")
+        load_policy(Config(device="cpu"), "me/small")
         refused = f"--model-id me/other: .*{server.url} cannot be reached .*tiny or smollm2"
         with pytest.raises(UsageError, match=refused):
-            load_policy("me/other", device="cpu")
+            load_policy(Config(device="cpu"), "me/other")
     asked = [line for line in asked if b" /api/" not in line]  # of huggingface_hub about itself
     assert asked == [b"HEAD / HTTP/1.1\r\n"] * 2

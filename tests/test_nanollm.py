@@ -16,6 +16,7 @@ from test_process_state import state
 from test_sampler import check_ends, check_first_tokens, staggered, trainer_gap
 
 from core import nanollm, weight_sharing
+from core.config import Config
 from core.faults import UsageError
 from core.loading import load_policy
 from core.nanollm import NanoLLM
@@ -40,7 +41,7 @@ def qwen3(tmp_path_factory):
 
 
 def load(folder, **options):
-    return load_policy(str(folder), **{"device": "cpu", "dtype": "float32", **options})
+    return load_policy(Config(**{"device": "cpu", "dtype": "float32", **options}), str(folder))
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ class TestOneEngine:
 
     @pytest.fixture(scope="class")
     def engine(self, qwen3):
-        sampler = nanollm.make_sampler("vllm", load(qwen3, max_length=160))
+        sampler = nanollm.make_sampler("vllm", load(qwen3, max_model_len=160))
         assert isinstance(sampler, NanoLLM)
         yield sampler
         before = state()

@@ -54,7 +54,7 @@ def test_importance_weights_multiply_the_gradient_of_each_token(algorithm):
         old_values=one * 0, value_targets=one * 0,
     )  # fmt: skip
     options = algorithm.Options()
-    options = algorithm.resolve(options) if hasattr(algorithm, "resolve") else options
+    options = options.with_preset()
     loss, _ = algorithm.compute_loss(tokens, options)
     [gradient] = torch.autograd.grad(loss, tokens.logprobs)
     assert gradient.tolist() == pytest.approx([-0.25 * 3 * 1, -0.75 * 0.5 * -2])
@@ -75,7 +75,7 @@ def test_rejected_tokens_have_weight_0_and_are_counted():
 
     def weights(**given):
         tokens.importance_weights = importance_weights(ratio, cap=3.0)
-        options = opsm.resolve(opsm.Options(**given))
+        options = opsm.Options(**given).with_preset()
         metrics = opsm.compute_loss(tokens, options)[1]
         return tokens.importance_weights.tolist(), metrics["weights/rejected"]
 

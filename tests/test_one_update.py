@@ -13,7 +13,7 @@ from environments.letter_counting import LetterCounting
 
 
 def tiny():
-    return load_policy(str(PRETRAINED), device="cpu")
+    return load_policy(Config(device="cpu"), str(PRETRAINED))
 
 
 def rollouts_of_the_page(policy):

@@ -12,6 +12,7 @@ import pytest
 from conftest import loopback
 
 from core.chat_template import clean_message
+from core.config import Config
 from core.extras import openai_sampler
 from core.extras.openai_sampler import OpenAISampler
 from core.faults import UsageError
@@ -90,7 +91,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def policy(qwen3_folder):
-    return load_policy(str(qwen3_folder), device="cpu")
+    return load_policy(Config(device="cpu"), str(qwen3_folder))
 
 
 def complete(sampler, requests):

@@ -1,12 +1,13 @@
 """An algorithm in a file of the user's: it trains, logs, warns, reports and resumes."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import metrics_of
 
-from core.algorithm import algorithm_names, load_algorithm
+from core.algorithm import algorithm_names, options_of
 from core.config import Config
 from core.faults import UsageError
 from core.run.folder import config_to_dict, create_run, read_config
@@ -79,6 +80,7 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
         (MINE.replace("@dataclass(frozen=True)\n", ""), "Options must be a dataclass"),
         (MINE.replace("float = 0.2  #", "float  #"), "Options.clip_low needs a default"),
         (MINE.replace('{"groups", ', '{"group", '), "needs 'group': choose groups, value_head, "),
+        (MINE + "NEEDS = {'groups'}", "mine.py: NEEDS belongs into Options now: needs = {"),
         (MINE + "def compute_loss(logprobs, micro, options): ...", "compute_loss takes (to"),
         (MINE.replace("turns_of(tokens)", "tokens.turn_ids"), "turn_ids is not known of these tok"),
         (MINE.replace("[turns.of_token]", "[:, None]"), "advantages has the shape [8, 1], not ["),
@@ -89,7 +91,7 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
                       "a = advantages[turns.of_token]; return dict(advantages=a, in_loss=a)"),
          "in_loss is a vector of the loop"),
     ],
-    ids=range(12),
+    ids=range(13),
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
@@ -122,12 +124,12 @@ def compute_loss(tokens, options):
 def test_options_of_all_kinds_are_read_again(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(MINE.replace("class Options", "class Unused") + OPTIONS)
-    options = load_algorithm(str(file)).Options()
+    options = options_of(str(file))()
     folder = create_run(tmp_path / "a", config_to_dict(Config(algo=str(file), options=options)))
     assert read_config(folder / "config.yaml", trust=True).options == options
     file = tmp_path / "other.py"
     file.write_text("from typing import Any\n" + MINE.replace("clip_low: float", "clip_low: Any"))
-    options = load_algorithm(str(file)).Options()
+    options = options_of(str(file))()
     with pytest.raises(UsageError, match=r"b/config.yaml: other.clip_low: invalid value '0.2'$"):
         create_run(tmp_path / "b", config_to_dict(Config(algo=str(file), options=options)))
     assert not (tmp_path / "b").exists()
@@ -136,4 +138,5 @@ def test_options_of_all_kinds_are_read_again(tmp_path):
 def test_every_algorithm_of_the_folder_is_found_and_explains_itself():
     assert {"reinforce", "grpo", "ppo", "gspo", "cispo", "scratch"} <= set(algorithm_names())
     for name in algorithm_names():
-        assert load_algorithm(name).Options.__doc__ and load_algorithm(name).__doc__
+        options = options_of(name)
+        assert options.__doc__ and sys.modules[options.__module__].__doc__

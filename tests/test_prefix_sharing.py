@@ -12,6 +12,7 @@ from torch.nn.functional import rms_norm
 import core.loading as loading
 from algorithms.token_logprobs import token_logprobs
 from core import batching
+from core.config import Config
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.prefix_sharing import make_tree
@@ -77,7 +78,9 @@ def test_random_trees_give_the_results_of_separate_sequences(tmp_path):
     ("family", "lora_rank"), [("Qwen2", 0), ("Granite", 4), ("GPT2", 0)],
 )  # fmt: skip
 def test_families_give_the_results_of_separate_sequences(family, lora_rank, tmp_path):
-    policy = load_policy(str(save_model(family, tmp_path)), device="cpu", lora_rank=lora_rank)
+    policy = load_policy(
+        Config(device="cpu", lora_rank=lora_rank), str(save_model(family, tmp_path))
+    )
     assert policy.shares_prefixes and not policy.remark
     generator = torch.Generator().manual_seed(0)
     for name, weight in policy.trainable().items():
@@ -133,7 +136,7 @@ def test_models_with_sliding_windows_shorter_than_their_context_are_not_shared(t
     policy = load_small(folder)
     assert not policy.shares_prefixes
     assert "window of 64 tokens is shorter" in policy.remark
-    policy = load_small(folder, max_length=64)
+    policy = load_small(folder, max_model_len=64)
     assert policy.shares_prefixes and not policy.remark
     assert load_small(save_small("Qwen2", tmp_path / "full")).shares_prefixes
 
@@ -145,6 +148,6 @@ def test_a_model_whose_log_probs_would_differ_shares_no_prefixes(qwen3_folder, m
         return tree
 
     monkeypatch.setattr(loading, "make_tree", shifted)
-    policy = load_policy(str(qwen3_folder), device="cpu")
+    policy = load_policy(Config(device="cpu"), str(qwen3_folder))
     assert not policy.shares_prefixes
     assert re.search(r"log-probs would be \S+ nats off", policy.remark)

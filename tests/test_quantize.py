@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 
 from core.config import Config
-from core.run.models import load_policy
+from core.loading import load_policy
+from core.run.checkpoint import export_model
+from core.run.models import folder_of, load_exported
 from core.sampler import SamplingParams, TorchSampler
 from runs.families.families import train
 
@@ -18,8 +20,8 @@ PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
 
 
 def tiny(folder):
-    cfg = Config(device="cpu", dtype="float32")
-    return load_policy(cfg, "tiny", folder / "base", "nf4", lora_rank=4)
+    cfg = Config(device="cpu", dtype="float32", quantize="nf4", lora_rank=4)
+    return load_policy(cfg, folder_of("tiny", folder / "base"))
 
 
 def bits_of_base(policy):
@@ -42,6 +44,12 @@ def test_only_adapters_are_trained_and_the_sampler_computes_with_them(tmp_path):
     after = bits_of_base(policy)
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     train(policy, steps=1)  # after sampling, gradients still flow
+
+
+def test_the_exported_adapters_have_the_base_in_4_bits_that_they_were_trained_on(tmp_path):
+    export_model(tmp_path, tiny(tmp_path))
+    (tmp_path / "config.yaml").write_text("model_id: tiny\nlora_rank: 4\nquantize: nf4\n")
+    assert load_exported(Config(device="cpu", dtype="float32"), tmp_path, "model").quantized
 
 
 SMALL = (

@@ -25,7 +25,7 @@ def nudge(policy):
 
 
 def test_the_reference_stays_the_same_when_the_policy_is_trained(qwen3_folder, tmp_path):
-    policy = load_policy(str(qwen3_folder), device="cpu")
+    policy = load_policy(Config(device="cpu"), str(qwen3_folder))
     before = hidden(policy)
     reference = freeze_reference(policy, tmp_path, next_update=0)
     nudge(policy)
@@ -43,7 +43,7 @@ def test_the_reference_stays_the_same_when_the_policy_is_trained(qwen3_folder, t
 
 
 def test_a_damaged_reference_is_refused(qwen3_folder, tmp_path):
-    policy = load_policy(str(qwen3_folder), device="cpu")
+    policy = load_policy(Config(device="cpu"), str(qwen3_folder))
     before = hidden(policy)
     with pytest.raises(UsageError, match=r"reference, .* cannot be read"):
         freeze_reference(policy, tmp_path, next_update=2)
@@ -59,8 +59,8 @@ def test_a_damaged_reference_is_refused(qwen3_folder, tmp_path):
 
 
 def test_with_lora_the_reference_is_the_base_and_needs_no_memory(qwen3_folder, tmp_path):
-    base = load_policy(str(qwen3_folder), device="cpu")
-    policy = load_policy(str(qwen3_folder), device="cpu", lora_rank=2)
+    base = load_policy(Config(device="cpu"), str(qwen3_folder))
+    policy = load_policy(Config(device="cpu", lora_rank=2), str(qwen3_folder))
     names = set(policy.trainable())
     nudge(policy)
     moved = hidden(policy)
@@ -74,11 +74,13 @@ def test_with_lora_the_reference_is_the_base_and_needs_no_memory(qwen3_folder, t
 
 def test_a_teacher_is_another_model_with_the_same_tokens(qwen3_folder, tmp_path):
     teacher_folder = save_small("Llama", tmp_path / "llama", num_hidden_layers=1)
-    policy = load_policy(str(qwen3_folder), device="cpu")
-    cfg = Config(teacher=str(teacher_folder), kl_coef=1.0, max_model_len=512)
+    policy = load_policy(Config(device="cpu"), str(qwen3_folder))
+    cfg = Config(teacher=str(teacher_folder), kl_coef=1.0, max_model_len=512, lora_rank=2)
     teacher = load_teacher(cfg, policy)
-    assert torch.equal(hidden(teacher), hidden(load_policy(str(teacher_folder), device="cpu")))
-    assert not teacher.trainable()
+    assert torch.equal(
+        hidden(teacher), hidden(load_policy(Config(device="cpu"), str(teacher_folder)))
+    )
+    assert not teacher.trainable() and teacher.lora_rank == 0  # the adapters are the policy's
     assert reference_bytes(cfg, policy) == 0  # it is there already
     with pytest.raises(UsageError, match=r"^--teacher none/such[^\n]*$"):
         load_teacher(replace(cfg, teacher="none/such"), policy)

@@ -10,6 +10,7 @@ import torch
 from core import canary, nanollm
 from core import sampler as sampler_module
 from core.batching import to_tokens
+from core.config import Config
 from core.faults import Fault, UsageError
 from core.kv_cache import SharedPrefixCache, prefill
 from core.loading import load_policy
@@ -24,12 +25,12 @@ EVERY_SIXTH = list(range(0, 704, 6))  # as stop ids: about every sixth token end
 
 @pytest.fixture(scope="module")
 def family_policy(small_folder):
-    return load_policy(str(small_folder), device="cpu")
+    return load_policy(Config(device="cpu"), str(small_folder))
 
 
 @pytest.fixture(scope="module")
 def policy(qwen3_folder):
-    return load_policy(str(qwen3_folder), device="cpu")
+    return load_policy(Config(device="cpu"), str(qwen3_folder))
 
 
 def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
@@ -153,8 +154,10 @@ def check_ends(policy, completions, limit):
 
 
 def test_completion_stays_within_the_context_length(qwen3_folder):
-    assert load_policy(str(qwen3_folder), device="cpu", max_length=10**6).max_length == 512
-    policy = load_policy(str(qwen3_folder), device="cpu", max_length=8)
+    assert (
+        load_policy(Config(device="cpu", max_model_len=10**6), str(qwen3_folder)).max_length == 512
+    )
+    policy = load_policy(Config(device="cpu", max_model_len=8), str(qwen3_folder))
     policy.stop_ids = []
     [completion] = TorchSampler(policy).sample([[65] * 5], SamplingParams(max_tokens=50))
     assert len(completion.token_ids) == 3
@@ -204,7 +207,7 @@ def test_draw_never_selects_a_token_of_probability_zero():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_overflowed_end_the_run_with_a_line(qwen3_folder, temperature):
     """As after a diverging float16 step: NaN has no cumulative probability."""
-    overflowed = load_policy(str(qwen3_folder), device="cpu")
+    overflowed = load_policy(Config(device="cpu"), str(qwen3_folder))
     overflowed.model.get_decoder().norm.weight.data.fill_(torch.inf)
     with pytest.raises(Fault, match="logits are no longer finite"):
         TorchSampler(overflowed).sample(PROMPTS, SamplingParams(3, temperature, top_p=0.9))

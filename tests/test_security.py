@@ -19,6 +19,7 @@ from conftest import SMALL, save_small
 from test_openai_sampler import server  # noqa: F401
 
 from core import config
+from core.config import Config
 from core.extras import chat
 from core.faults import UsageError
 from core.loading import load_policy
@@ -78,9 +79,9 @@ def test_code_of_a_tokenizer_runs_only_if_trusted(own_code, marker):
     own = {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     folder = own_code("tokenizer_config.json", own)
     with pytest.raises(UsageError, match="--trust"):
-        load_policy(folder, device="cpu")
+        load_policy(Config(device="cpu"), folder)
     assert not marker.exists()
-    assert load_policy(folder, device="cpu", trust_remote_code=True).trust_remote_code
+    assert load_policy(Config(device="cpu", trust=True), folder).trust_remote_code
     assert marker.exists()
 
 
@@ -113,7 +114,7 @@ def test_pickled_weights_of_a_model_are_not_read(tmp_path, marker, monkeypatch):
     (folder / "model.safetensors").unlink()
     torch.save({"weight": Evil(marker)}, folder / "pytorch_model.bin")
     with pytest.raises(UsageError, match="safetensors"):
-        load_policy(str(folder), device="cpu")
+        load_policy(Config(device="cpu"), str(folder))
     assert not marker.exists()
 
 

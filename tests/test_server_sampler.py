@@ -425,7 +425,7 @@ def engines():
 
 @pytest.mark.vllm
 def test_draws_of_vllm_have_the_probabilities_of_the_policy(engines, tmp_path):
-    policy = load_policy(str(PRETRAINED), device="cpu", max_length=512, lora_rank=8)
+    policy = load_policy(Config(device="cpu", max_model_len=512, lora_rank=8), str(PRETRAINED))
     learn(policy, 0.02)
     prompt, params = [65, 66, 67], SamplingParams(max_tokens=1, temperature=2.0, seed=3)
     sampler = ServerSampler(policy, ",".join(e.url for e in engines), str(tmp_path / "adapters"))

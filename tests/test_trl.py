@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import train
 from algorithms import grpo
 from core import config
+from core.config import Config
 from core.loading import load_policy
 from core.types import Rollout, Turn
 
@@ -149,7 +150,7 @@ def our_steps(folder, weights, rollouts, **changes):
     fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
     cfg = config.resolve(train.Config(**{**fixed, **changes}))
     config.validate(cfg)
-    policy = load_policy(str(folder), device="cpu")
+    policy = load_policy(Config(device="cpu"), str(folder))
     policy.micro_batch_tokens = 100
     reference = weights["reference"] if cfg.kl_coef else None
     return gradients_of_update(cfg, policy, rollouts, weights["present"], reference)

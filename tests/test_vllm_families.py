@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from core.config import Config
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from runs.families.families import gaps, greedy_equal, save_model, train
@@ -20,7 +21,7 @@ def is_rounding(policy, sampler):
 
 def test_weights_without_a_view_are_copied_after_each_step(tmp_path):
     """vLLM lays out experts for its CPU kernel."""
-    policy = load_policy(str(save_model("Qwen3Moe", tmp_path)), device="cpu")
+    policy = load_policy(Config(device="cpu"), str(save_model("Qwen3Moe", tmp_path)))
     sampler = NanoLLM(policy)
     try:
         names = sampler.weights.copied()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from core import weight_sharing
+from core.config import Config
 from core.load_trace import Copy, View, base_weights, whole_view
 from core.loading import load_policy
 
@@ -63,7 +64,7 @@ class EngineModel(nn.Module):
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
 def test_share_weights_keeps_the_logits_and_covers_every_base_weight(small_folder, lora_rank):
-    policy = load_policy(str(small_folder), device="cpu", lora_rank=lora_rank)
+    policy = load_policy(Config(device="cpu", lora_rank=lora_rank), str(small_folder))
     before = logits(policy)
     engine_model = EngineModel(policy.causal_lm)
     shared, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)

@@ -39,6 +39,8 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"sampler": "torch", "vllm_eager": True}, "--vllm-eager does not go with --sampler torch"),
     ({"algo": "ppo", "credit": "episode"}, "--credit"),  # not with this algorithm
     ({"algo": "scratch", "top_k": 5}, "--top-k"),
+    ({"algo": "scratch", "kl_coef": 0.1, "kl_in": "reward"}, "has a KL of its own"),
+    ({"algo": "gspo", "group_size": 1}, "--algo gspo compares the rollouts of a group"),
     ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
     ({"algo": "kl_cov"}, "--num-minibatches"),
     ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),

@@ -11,7 +11,7 @@ group, then over groups (arXiv:2510.13786; README.md has the rest of that recipe
     python train.py --algo cispo --num-minibatches 4
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from torch import Tensor
@@ -24,13 +24,15 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
     "cispo": {"scale_rewards": "group", "aggregation": "token"},
     "scalerl": {"scale_rewards": "batch", "aggregation": "prompt"},
 }
-needs = grpo.needs
 compute_advantages = grpo.compute_advantages
 
 
 @dataclass(frozen=True)
 class Options(LoopOptions):
     """Options of CISPO; None: the value that the loss type sets."""
+
+    needs = grpo.Options.needs
+    presets = LOSS_TYPES
 
     loss_type: Literal["cispo", "scalerl"] = "cispo"
     """scalerl: other values of the next two options."""
@@ -42,12 +44,6 @@ class Options(LoopOptions):
     """Ratios below 1 - clip_low count as that; 1: no lower clip, as a ratio is never below 0."""
     clip_high: Annotated[float, Range(0, 1000)] = 4.0
     """Ratios above 1 + clip_high count as that."""
-
-
-def resolve(options: Options) -> Options:
-    """`options` with every option that is None set to the value of its loss type."""
-    preset = LOSS_TYPES[options.loss_type]
-    return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})
 
 
 def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:

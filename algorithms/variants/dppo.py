@@ -24,7 +24,6 @@ from algorithms import grpo
 from algorithms.options import Aggregation, Fraction, LoopOptions, Scale
 from algorithms.tokens import Tokens, surrogate_metrics
 
-needs = grpo.needs
 compute_advantages = grpo.compute_advantages
 
 
@@ -32,6 +31,7 @@ compute_advantages = grpo.compute_advantages
 class Options(LoopOptions):
     """Options of DPPO."""
 
+    needs = grpo.Options.needs
     scale_rewards: Scale = "group"
     """As --grpo.scale-rewards."""
     limit: Fraction = 0.2

@@ -24,6 +24,7 @@ message. The default λ is reported to be that of the authors' setting for Qwen3
     python train.py --algo echo --env tic_tac_toe --lr 1e-4
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from algorithms import grpo
 from algorithms.options import Coefficient
 from algorithms.tokens import Tokens
 
-resolve, compute_advantages = grpo.resolve, grpo.compute_advantages
+compute_advantages = grpo.compute_advantages
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Options(grpo.Options):
     coef: Coefficient = 0.05
     """Coefficient of the cross-entropy of the environment's tokens."""
 
-
-def needs(options: Options) -> set[str]:
-    """What this needs of the settings, in the words of core/algorithm.py."""
-    return grpo.needs(options) | {"observations"}
+    @property
+    def needs(self) -> Set[str]:
+        """What GRPO needs, and `observations` (core/algorithm.py)."""
+        return super().needs | {"observations"}
 
 
 def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:

@@ -30,7 +30,6 @@ from algorithms.grpo import EPS
 from algorithms.options import Aggregation, LoopOptions, Range
 from algorithms.tokens import ROUNDING, Tokens, group_sum, minus
 
-NEEDS = {"groups", "reward_parts", "episode_credit"}
 compute_loss = grpo.compute_loss
 
 
@@ -38,6 +37,7 @@ compute_loss = grpo.compute_loss
 class Options(LoopOptions):
     """Options of GDPO, with the meaning that they have for GRPO."""
 
+    needs = frozenset({"groups", "reward_parts", "episode_credit"})
     clip_low: Annotated[float, Range(0, 1)] = 0.2
     """As --grpo.clip-low."""
     clip_high: Annotated[float, Range(0, 1000)] = 0.28

@@ -22,7 +22,6 @@ from algorithms import grpo
 from algorithms.options import Aggregation, LoopOptions, Range, Scale
 from algorithms.tokens import Tokens, group_sum, surrogate_metrics
 
-needs = grpo.needs
 compute_advantages = grpo.compute_advantages
 
 
@@ -30,6 +29,7 @@ compute_advantages = grpo.compute_advantages
 class Options(LoopOptions):
     """Options of GSPO."""
 
+    needs = grpo.Options.needs
     scale_rewards: Scale = "group"
     """As --grpo.scale-rewards."""
     clip_low: Annotated[float, Range(0, 1)] = 3e-4

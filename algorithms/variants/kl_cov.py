@@ -15,6 +15,7 @@ not clip. The normalization of the loss does not change.
     python train.py --algo kl_cov --num-minibatches 4
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,6 @@ from algorithms import grpo
 from algorithms.kl import kl_estimate
 from algorithms.options import Coefficient, Fraction
 from algorithms.tokens import Tokens
-
-resolve = grpo.resolve
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class Options(grpo.Options):
     coef: Coefficient = 1.0
     """Coefficient of the penalty."""
 
-
-def needs(options: Options) -> set[str]:
-    """What this needs of the settings, in the words of core/algorithm.py."""
-    return grpo.needs(options) | {"old_logprobs", "several_steps"}
+    @property
+    def needs(self) -> Set[str]:
+        """What GRPO needs, and `old_logprobs` and `several_steps` (core/algorithm.py)."""
+        return super().needs | {"old_logprobs", "several_steps"}
 
 
 def compute_advantages(tokens: Tokens, options: Options) -> dict[str, Tensor]:

@@ -22,8 +22,6 @@ from algorithms import grpo, off_policy
 from algorithms.options import Coefficient, Fraction, Range
 from algorithms.tokens import Tokens, group_mean
 
-needs = grpo.needs
-resolve = grpo.resolve
 compute_advantages = grpo.compute_advantages
 
 

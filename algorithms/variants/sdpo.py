@@ -22,6 +22,7 @@ weights. Neither loss has a term for the reward; arXiv:2606.04036 adds GRPO's, a
     python train.py --config runs/feedback/copy.yaml
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 from math import log
 from typing import Literal
@@ -33,7 +34,7 @@ from algorithms import grpo
 from algorithms.options import Coefficient
 from algorithms.tokens import Tokens
 
-resolve, compute_advantages = grpo.resolve, grpo.compute_advantages
+compute_advantages = grpo.compute_advantages
 
 
 @dataclass(frozen=True)
@@ -46,29 +47,28 @@ class Options(grpo.Options):
     """forward: KL(teacher ‖ policy), which spreads over all that the teacher might say; reverse:
     KL(policy ‖ teacher); jsd: the mean of both KLs to the mean of the two."""
 
+    @property
+    def needs(self) -> Set[str]:
+        """What GRPO needs, and `feedback` (core/algorithm.py)."""
+        return super().needs | {"feedback"}
 
-def needs(options: Options) -> set[str]:
-    """What this needs of the settings, in the words of core/algorithm.py."""
-    return grpo.needs(options) | {"feedback"}
+    def divergence(self, logprobs: Tensor, teacher: Tensor) -> Tensor:
+        """[n] nats, from the log-probs of policy and teacher [n, V], which has no gradient.
 
+        >>> policy, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.8, 0.2]]).log()
+        >>> Options(kind="forward").divergence(policy, teacher)  # 0.8 log 1.6 + 0.2 log 0.4
+        tensor([0.1927])
+        """
 
-def divergence(logprobs: Tensor, teacher: Tensor, options: Options) -> Tensor:
-    """[n] nats, from the log-probs of policy and teacher [n, V], which has no gradient.
+        def kl(p: Tensor, q: Tensor) -> Tensor:
+            return (p.exp() * (p - q)).sum(-1)
 
-    >>> policy, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.8, 0.2]]).log()
-    >>> divergence(policy, teacher, Options(kind="forward"))  # 0.8 log 1.6 + 0.2 log 0.4
-    tensor([0.1927])
-    """
-
-    def kl(p: Tensor, q: Tensor) -> Tensor:
-        return (p.exp() * (p - q)).sum(-1)
-
-    if options.kind == "forward":
-        return kl(teacher, logprobs)
-    if options.kind == "reverse":
-        return kl(logprobs, teacher)
-    mean = torch.logaddexp(logprobs, teacher) - log(2)
-    return (kl(teacher, mean) + kl(logprobs, mean)) / 2
+        if self.kind == "forward":
+            return kl(teacher, logprobs)
+        if self.kind == "reverse":
+            return kl(logprobs, teacher)
+        mean = torch.logaddexp(logprobs, teacher) - log(2)
+        return (kl(teacher, mean) + kl(logprobs, mean)) / 2
 
 
 def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:

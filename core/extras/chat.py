@@ -145,13 +145,13 @@ from core.chat_template import Schema, clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import agents, tools
-from core.loading import has_adapters
+from core.loading import has_adapters, load_policy
 from core.policy import Policy
 from core.report.summary import num_updates
 from core.run.checkpoint import base_model, copy_weights, find_checkpoint
 from core.run.log import METRICS, read_records
 from core.run.memory import out_of_memory_as_one_line
-from core.run.models import load_exported, load_policy
+from core.run.models import folder_of, load_exported, untrained
 from core.sampler import SamplingParams, TorchSampler, draw, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task
@@ -263,7 +263,7 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
         if policy.lora_rank and not has_adapters(cfg.model_id):  # the same weights without them
             before = replace(policy, disables_adapters=True)
         else:
-            before = _load(cfg, base_model(run_dir, cfg.model_id))
+            before = _load(untrained(cfg), base_model(run_dir, cfg.model_id))
         policies = {"before": before, **policies}
     return [Speaker(label, collector_for(policy, cfg)) for label, policy in policies.items()]
 
@@ -291,8 +291,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
     if checkpoint is None:
         return load_exported(cfg, run_dir, "model"), exported
     policy = _load(
-        cfg, base_model(run_dir, cfg.model_id), lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
-        quantize=cfg.quantize,
+        cfg, base_model(run_dir, cfg.model_id),
         value_head="value_head" in config.needs(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
     copy_weights(checkpoint, policy.trainable(), same_dtype=False)
@@ -397,9 +396,10 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
     return respond
 
 
-def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
+def _load(cfg: Config, model_id: str, value_head: bool = False) -> Policy:
     with scratch_folder() as folder:
-        return load_policy(cfg, model_id, folder / "tiny", flag="model", **options)
+        own = folder_of(model_id, folder / "tiny", cfg.seed)
+        return load_policy(cfg, own, value_head=value_head, flag="model")
 
 
 def _note(text: str) -> None:

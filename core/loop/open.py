@@ -25,11 +25,12 @@ from core import (
     scoring,
     tasks,
 )
-from core.algorithm import FOLDER, load_algorithm, name_of, title_of
+from core.algorithm import FOLDER, Algorithm, load_algorithm, name_of, title_of
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped, UsageError
+from core.loading import load_policy
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.loop.run import Run
@@ -39,14 +40,14 @@ from core.policy import Policy
 from core.pool import is_program as is_agent_program
 from core.report import write_pages
 from core.report.doctor import final_lines
-from core.run import checkpoint, memory
+from core.run import checkpoint, cli, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
 from core.run.ahead import Ahead
 from core.run.console import Display, print_line
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt, is_program
-from core.run.models import load_policy
+from core.run.models import folder_of as folder_of_model
 from core.run.reference import load_teacher, reference_bytes
 from core.run.staleness import Weights
 from core.run.writer import Writer
@@ -65,9 +66,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
     for invalid settings; then no new folder is left behind.
     """
     cfg = prepare(cfg)
-    algorithm = load_algorithm(cfg.algo)
-    if hasattr(algorithm, "start"):  # the workshop's: an object with the exercises of scratch.py
-        algorithm = algorithm.start(cfg)
+    algorithm = load_algorithm(cfg)
     if cfg.overlap and distributed.num_ranks() > 1:  # two threads would exchange at once
         raise UsageError("--overlap does not go with several processes: remove it, or torchrun")
     with distributed.process_group(cfg.device), scratch_folder() as scratch_dir:
@@ -127,7 +126,7 @@ def prepare(cfg: Config) -> Config:
 
     Raises UsageError for an invalid setting.
     """
-    cfg = config.resolve(cfg)
+    cfg = config.resolve(cli.complete(cfg))
     config.validate(cfg)
     rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)  # which rows of data sets are held out
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
@@ -164,7 +163,9 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 
 
 @contextmanager
-def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
+def _opened(
+    cfg: Config, algorithm: Algorithm, folder: Path, log_dir: Path, new: bool
+) -> Iterator[Run]:
     """The run, open: weights first, then its files, then what shows and plays."""
     started = perf_counter()
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
@@ -205,7 +206,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
         lines += [policy.remark, sampler.remark]
         lines += config.remarks(cfg, distributed.num_ranks())
-        lines += [*budget, *getattr(algorithm, "remarks", ())]
+        lines += [*budget, *algorithm.remarks]
         lines.append(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
         lines += _rows_left_out(cfg, collector)
         for line in filter(None, lines):
@@ -217,25 +218,25 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             records, older, notes,
             {f"time/start_{name}_s": value for name, value in seconds.items()}, teacher,
             read_out=_read_out(cfg, algorithm),
-            weighted_kl=getattr(algorithm, "weighted_kl", weighted_kl),
+            weighted_kl=algorithm.weighted_kl or weighted_kl,
         )  # fmt: skip
 
 
-def _read_out(cfg: Config, algorithm: Any) -> Callable[..., dict[str, torch.Tensor]]:
+def _read_out(cfg: Config, algorithm: Algorithm) -> Callable[..., dict[str, torch.Tensor]]:
     """What is read out of the hidden states of a micro-batch, for `compute_loss`."""
     if "feedback" in config.needs(cfg):
-        return partial(feedback.read_out, partial(algorithm.divergence, options=cfg.options))
+        return partial(feedback.read_out, cfg.options.divergence)
     if "observations" in config.needs(cfg):
         return observations.read_out
-    return getattr(algorithm, "read_out", scoring.read_out)
+    return algorithm.read_out or scoring.read_out
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:
     # with --sampler openai the server has the model; tiny's tokenizer counts the tokens here
     model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
     return distributed.rank_0_first(lambda: load_policy(
-        cfg, model_id, folder / "base", cfg.quantize, lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha, value_head="value_head" in config.needs(cfg),
+        cfg, folder_of_model(model_id, folder / "base", cfg.seed),
+        value_head="value_head" in config.needs(cfg),
     ))  # fmt: skip
 
 
@@ -272,7 +273,7 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     )
 
 
-def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) -> Sampler:
+def _make_sampler(cfg: Config, policy: Policy, algorithm: Algorithm, reserved: int) -> Sampler:
     if cfg.sampler == "openai":
         from core.extras.openai_sampler import OpenAISampler
 
@@ -281,7 +282,7 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) ->
         from core.extras.server_sampler import ServerSampler
 
         return ServerSampler(policy, cfg.base_url, cfg.adapter_folder)
-    if hasattr(algorithm, "draw"):
+    if algorithm.draw:
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept
     drops_tokens = cfg.top_p < 1 or cfg.top_k > 0
@@ -311,8 +312,13 @@ def has_one_agent(spec: EnvSpec) -> bool:
 
 
 def _continue_files(
-    cfg: Config, algorithm: Any, folder: Path, log_dir: Path, progress: dict[str, Any], new: bool
-) -> tuple[dict[str, str], str]:  # fmt: skip
+    cfg: Config,
+    algorithm: Algorithm,
+    folder: Path,
+    log_dir: Path,
+    progress: dict[str, Any],
+    new: bool,
+) -> tuple[dict[str, str], str]:
     """Drops the records after the checkpoint, writes config.yaml and keeps the algorithm's file.
 
     Returns what the next record says about that, and a line about settings that have changed.
@@ -332,16 +338,15 @@ def _continue_files(
     notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded),
              "changed_code": edited}  # fmt: skip
     run_dir.write_config(log_dir, run_dir.config_to_dict(cfg))
-    file = Path(algorithm.__file__)
-    if FOLDER not in file.parents:  # a file of the user's, which the run keeps
+    if FOLDER not in algorithm.file.parents:  # a file of the user's, which the run keeps
         with suppress(shutil.SameFileError):
-            shutil.copy(file, log_dir)
+            shutil.copy(algorithm.file, log_dir)
     line = f"changed at this resume: {', '.join(changed.values())}" if changed else ""
     return {name: note for name, note in notes.items() if note}, line
 
 
-def _open_display(cfg: Config, algorithm: Any, policy: Policy, quiet: bool) -> Display:
-    algo = title_of(cfg.algo, getattr(algorithm, "variant", cfg.options.loss_type))
+def _open_display(cfg: Config, algorithm: Algorithm, policy: Policy, quiet: bool) -> Display:
+    algo = title_of(cfg.algo, algorithm.variant or cfg.options.loss_type)
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
     envs = " ".join(EnvSpec(env).short for env in cfg.env)
     title = f"picoRL · {algo} · {envs} · {policy.size()}{ranks}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from algorithms.kl import weighted_kl
 from core import canary, distributed, scoring
+from core.algorithm import Algorithm
 from core.batching import Batch
 from core.config import Config, needs
 from core.episodes import RolloutCollector
@@ -38,7 +39,7 @@ class Run:
     """What `open_run` opened, and what a run keeps between updates."""
 
     cfg: Config
-    algorithm: Any  # has compute_advantages and compute_loss
+    algorithm: Algorithm
     policy: Policy
     optimizer: MasterAdamW
     collector: RolloutCollector

@@ -31,10 +31,11 @@ from core.faults import Fault, RankLost, Stopped, UsageError
 from core.run.folder import (
     DISK_ERRORS,
     as_config,
-    changed_fields,
     changed_settings,
+    given_settings,
     new_folder,
     read_settings,
+    with_options,
 )
 from environments.plumbing.registry import ENVIRONMENTS
 from environments.plumbing.text import one_line
@@ -52,57 +53,68 @@ def parse(args: list[str]) -> Config:
     flags = _check_words(args)
     words = [w.partition("=")[0][2:].replace("-", "_") for w in args if w.startswith("--")]
     given = {name: vars(flags)[name] for name in words if name in vars(flags)}
-    saved, file = _saved(flags, given)
-    cfg, _ = _parse_flags(args, saved)
-    if cfg.options.loss_type != saved.options.loss_type:
-        cfg, _ = _parse_flags(args, config.without_preset(saved))
-    return _of_run(cfg, file)
-
-
-def complete(cfg: Config) -> Config:
-    """The settings that an object asks for, as `parse` for flags: what differs from the defaults
-    counts as given. Raises UsageError."""
-    given = changed_fields(cfg)
-    saved, file = _saved(replace(Config(), **given), given)
-    own = changed_fields(cfg.options, f"{name_of(saved.algo)}.") if cfg.options else {}
-    if unknown := own.keys() - vars(saved.options).keys():
-        raise UsageError(f"--algo {name_of(saved.algo)} has no option {min(unknown)}")
-    if own.get("loss_type", saved.options.loss_type) != saved.options.loss_type:
-        saved = config.without_preset(saved)
-    given.pop("algo", None)  # in `saved` it is absolute
-    options = type(saved.options)(**vars(saved.options) | own)
-    return _of_run(replace(saved, **given, options=options), file)
-
-
-def _saved(flags: Config, given: dict[str, Any]) -> tuple[Config, Path | None]:
-    """The settings of the file of --config or --resume, or else the defaults, for the algorithm
-    that is `given`; and the file."""
-    if flags.config and flags.resume:
-        raise UsageError("give --config or --resume, not both: a run folder has its own config")
-    if flags.resume and flags.run_name not in ("", Path(flags.resume).name):
-        raise UsageError(f"--run-name {flags.run_name}: a resumed run keeps its folder; remove it")
+    file = _check_names(flags)
     is_restart = "TORCHELASTIC_RUN_ID" in os.environ
     if flags.run_name and not flags.resume and not is_restart:
         new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
-    file = config_file(flags)
     settings = read_settings(file) if file else {"algo": flags.algo}
     say_loading()
-    return as_config(settings, file, given, flags.trust), file
+    cfg, _ = _parse_flags(args, as_config(settings, file, given, flags.trust))
+    return _with_file(cfg, file)
 
 
-def _of_run(cfg: Config, file: Path | None) -> Config:
-    """`cfg` with the folder of the run that it resumes. Raises UsageError for what must stay."""
+def complete(cfg: Config) -> Config:
+    """The settings that Python gives, read and checked as flags are: over the file of `config` or
+    `resume`, which they override where they differ from the defaults.
+
+    What `parse` returns stays as it is. Raises UsageError.
+    """
+    if cfg.has_file:
+        return cfg
+    given = given_settings(cfg)
+    cfg = replace(cfg, **given)
+    file = _check_names(cfg)
+    settings = read_settings(file) if file else {}
+    saved = as_config(settings | given, file, given, cfg.trust)
+    own = {name: getattr(cfg, name) for name in config.COMMAND_LINE_ONLY}
+    return _with_file(replace(saved, options=with_options(saved, cfg.options), **own), file)
+
+
+def _with_file(cfg: Config, file: Path | None) -> Config:
+    """`cfg`, which has the settings of `file`. Raises UsageError for a change that a resumed run
+    may not make."""
     if file and cfg.resume:
         cfg = replace(cfg, resume=str(file.parent))
         _check_changes(cfg, file.parent)
-    return cfg
+    return replace(cfg, has_file=True)
+
+
+def _check_names(cfg: Config) -> Path | None:
+    """The file of `config_file`. Raises UsageError for names that do not go together, or that mean
+    another one: of environments that a shell has cut, and of a model that comes with picoRL."""
+    for name, specs in (("env", cfg.env), ("eval_env", cfg.eval_env)):
+        if any(re.match(r"\w+ *=", spec) for spec in specs[1:]):
+            text = re.sub(r",? +(?=\w+ *=)", ",", " ".join(specs))  # PowerShell drops commas
+            meant = (s if "=" in s.partition(",")[0] else s.replace(",", ":", 1)
+                     for s in text.split(" "))  # fmt: skip
+            words = " ".join(f'"{s}"' if "=" in s else s for s in meant)
+            raise UsageError(f"{config.flag(name)} {' '.join(specs)}: write {words}")
+    model, own = cfg.model_id, (*config.TINY, config.SMOLLM2)
+    near = "" if model in own or Path(model).exists() else config.similar(model, own)
+    if near and "/" not in model:
+        raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {near}, "
+                         "or the name of a model of the Hub with its owner")  # fmt: skip
+    if cfg.config and cfg.resume:
+        raise UsageError("give --config or --resume, not both: a run folder has its own config")
+    if cfg.resume and cfg.run_name not in ("", Path(cfg.resume).name):
+        raise UsageError(f"--run-name {cfg.run_name}: a resumed run keeps its folder; remove it")
+    return config_file(cfg)
 
 
 def _check_words(args: list[str]) -> Config:
     """The settings of the flags but for those of the algorithm, by the rules of tyro.
 
-    Raises UsageError for a word that is no flag and no value of one, and for a --model-id that is
-    no folder and nearly the name of a model that comes with picoRL.
+    Raises UsageError for a word that is no flag and no value of one.
     """
     flags, others = _parse_flags([word for word in args if word not in ("-h", "--help")], Config())
     word = next(iter(others), "--.")
@@ -113,18 +125,6 @@ def _check_words(args: list[str]) -> Config:
     if "." not in word:
         near = config.similar(word.lstrip("-"), vars(flags))
         raise UsageError(f"{word} is no flag; {f'write {config.flag(near)}' if near else HELP}")
-    for name, specs in (("env", flags.env), ("eval_env", flags.eval_env)):
-        if any(re.match(r"\w+ *=", spec) for spec in specs[1:]):
-            text = re.sub(r",? +(?=\w+ *=)", ",", " ".join(specs))  # PowerShell drops commas
-            meant = (s if "=" in s.partition(",")[0] else s.replace(",", ":", 1)
-                     for s in text.split(" "))  # fmt: skip
-            words = " ".join(f'"{s}"' if "=" in s else s for s in meant)
-            raise UsageError(f"{config.flag(name)} {' '.join(specs)}: write {words}")
-    model, own = flags.model_id, (*config.TINY, config.SMOLLM2)
-    near = "" if model in own or Path(model).exists() else config.similar(model, own)
-    if near and "/" not in model:
-        raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {near}, "
-                         "or the name of a model of the Hub with its owner")  # fmt: skip
     return flags
 
 

@@ -27,7 +27,8 @@ import filelock
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
-from core.algorithm import absolute_algorithm, algorithm_names, is_file, load_algorithm, name_of
+from algorithms.options import LoopOptions
+from core.algorithm import absolute_algorithm, algorithm_names, is_file, name_of, options_of
 from core.config import (
     COMMAND_LINE_ONLY,
     MAX_NAME_BYTES,
@@ -53,7 +54,8 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     left_out = {"options", "run_name", *COMMAND_LINE_ONLY}
     values = {k: v for k, v in vars(cfg).items() if k not in left_out}
     if cfg.options is not None:
-        values[name_of(cfg.algo)] = {k: _as_words(v) for k, v in vars(cfg.options).items()}
+        options = cfg.options.with_preset()
+        values[name_of(cfg.algo)] = {k: _as_words(v) for k, v in vars(options).items()}
     return {k: [*map(str, v)] if isinstance(v, tuple) else v for k, v in values.items()}
 
 
@@ -65,7 +67,8 @@ def read_config(file: Path, trust: bool = False) -> Config:
 def as_config(
     settings: dict[str, Any], file: Path | None, given: dict[str, Any], trust: bool
 ) -> Config:
-    """The `settings` of `file`, with the algorithm of those that the command line has `given`.
+    """The `settings` of `file`, with the algorithm of those that the command line has `given`. An
+    option is None where it is as its loss type sets it.
 
     Imports the algorithm. Raises UsageError if it cannot be used, for options that it does not
     have, and, without `trust`, if what `file` alone names would run code or send a key.
@@ -80,9 +83,9 @@ def as_config(
     if file and "algo" not in given and is_file(algo) and not Path(algo).exists():
         copy = file.with_name(Path(algo).name).absolute()  # that a run keeps
         algo = str(copy) if copy.exists() else algo
-    cls, name = load_algorithm(algo).Options, name_of(own_algo)
+    cls, name = options_of(algo), name_of(own_algo)
     texts = settings.get(name, {}) if name_of(algo) == name else {}
-    options = cls(**_typed(cls, texts, f"{file}: {name}."))
+    options = cls(**_typed(cls, texts, f"{file}: {name}.")).without_preset()
     values = {key: value for key, value in settings.items() if key != name}
     return Config(**values | {"algo": algo, "options": options})
 
@@ -109,6 +112,33 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(options, dict) or not (is_file(algo) or algo in algorithm_names()):
         raise UsageError(f"{file}: algo, or its options: invalid value {reprlib.repr(algo)}")
     return typed | {name: options}
+
+
+def given_settings(cfg: Config) -> dict[str, Any]:
+    """The settings of `cfg` that differ from the defaults, as a flag has them: a tuple where a list
+    was given, a number where its text was. Raises UsageError for what no flag could be."""
+    values = {
+        name: _as_texts(value)
+        for name, value in vars(cfg).items()
+        if name not in ("options", *COMMAND_LINE_ONLY) and value != getattr(Config, name)
+    }
+    return _typed(Config, values, "Config.")
+
+
+def with_options(cfg: Config, given: LoopOptions | None) -> LoopOptions:
+    """The options of `cfg`, with those that are `given` and differ from the defaults.
+
+    Raises UsageError if they are those of another algorithm, or have a value that no flag could be.
+    """
+    if given is None:
+        return cfg.options
+    kind = type(cfg.options)
+    if not isinstance(given, kind):
+        raise UsageError(f"Config.options: give the Options of --algo {name_of(cfg.algo)}, "
+                         f"{kind.__module__}.{kind.__name__}")  # fmt: skip
+    usual = vars(kind())
+    values = {k: _as_texts(v) for k, v in vars(given).items() if v != usual[k]}
+    return kind(**vars(cfg.options) | _typed(kind, values, "Options."))
 
 
 def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
@@ -299,23 +329,6 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
     return typed
 
 
-def changed_fields(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """The fields of a dataclass that differ from its defaults, with the types that they have on the
-    command line: a list for a tuple, a text for a number. Raises UsageError for any other value."""
-    kinds, found = get_type_hints(type(settings)), {}
-    for field in dataclasses.fields(settings):
-        name, value = field.name, getattr(settings, field.name)
-        if name == "options" or value == getattr(type(settings), name):
-            continue
-        words = _as_words(value)
-        try:
-            typed = _from_words(kinds[name], words if isinstance(words, list) else str(words))
-        except ValueError:
-            raise UsageError(f"{prefix}{name}: invalid value {reprlib.repr(value)}") from None
-        found[name] = None if value is None else typed
-    return found
-
-
 def _as_words(value: Any) -> Any:
     """The value of an option as `_from_words` reads it from a file."""
     if isinstance(value, Enum):  # which may be a text or a number, too
@@ -327,6 +340,12 @@ def _as_words(value: Any) -> Any:
     if isinstance(value, dict):
         value = [*itertools.chain(*value.items())]
     return [*map(str, value)] if isinstance(value, list | tuple | set) else str(value)
+
+
+def _as_texts(value: Any) -> Any:
+    """The value of a setting as the text, or the list of texts, that `_from_words` reads."""
+    words = _as_words(value)
+    return words if isinstance(words, list) else str(words)
 
 
 def _from_words(kind: Any, value: Any) -> Any:

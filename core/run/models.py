@@ -1,15 +1,12 @@
-"""Opens the models of a run: the policy, the teacher of --kl-coef, opponents, older runs.
-
-Of these models `Config` sets the device, the precision, the context length and the chat template.
-"""
+"""The models of a run that are no plain folder and no Hub id: tiny, smollm2, and those of runs."""
 
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core import loading
 from core.config import SMOLLM2, TINY, Config
+from core.loading import load_policy
 from core.policy import Policy
 from core.run.checkpoint import ADAPTERS, base_model
 from core.run.files import sealed, unseal
@@ -17,44 +14,25 @@ from core.run.folder import read_settings
 from core.tiny import PRETRAINED, write_tiny
 
 
-def load_policy(
-    cfg: Config,
-    model_id: str,
-    tiny_folder: Path | None = None,
-    quantize: str = "none",
-    **options: Any,
-) -> Policy:
-    """Loads a Hub id, a folder, "tiny", "tiny-random" or "smollm2" with the settings of `cfg`.
-
-    `quantize` "nf4" stores the base model in 4 bits. `options` are those of loading.load_policy,
-    which raises UsageError. `tiny_folder`: see `folder_of`.
-    """
-    if quantize == "nf4":
-        from core.run.quantize import load_in_4_bits
-
-        device = loading.pick_device(cfg.device)
-        options["from_pretrained"] = partial(load_in_4_bits, device=device)
-    return loading.load_policy(
-        folder_of(model_id, tiny_folder, cfg.seed), device=cfg.device, dtype=cfg.dtype,
-        max_length=cfg.max_model_len, seed=cfg.seed, trust_remote_code=cfg.trust,
-        fp32_head=cfg.fp32_head, template_options=cfg.template_options,
-        template_date=cfg.template_date, **options,
-    )  # fmt: skip
-
-
 def load_exported(cfg: Config, folder: Path, flag: str) -> Policy:
-    """The model of a finished run, or of a model's folder, with the settings of `cfg`.
+    """The model of a finished run, or of a model's folder, with the settings of `cfg`; no training.
 
     Raises UsageError, which names `flag`, if it has none.
     """
     is_run = (folder / "config.yaml").exists()
-    model = folder / "model" if is_run else folder
+    model, plain = folder / "model" if is_run else folder, untrained(cfg)
     if not is_run or not (model / ADAPTERS).exists():
-        return load_policy(cfg, str(model), flag=flag)
-    trained = {"model_id": Config.model_id, "quantize": "none"}
+        return load_policy(plain, str(model), flag=flag)
+    trained: dict[str, Any] = {"model_id": Config.model_id, "quantize": "none"}
     trained |= read_settings(folder / "config.yaml")
-    base = base_model(folder, trained["model_id"])
-    return load_policy(cfg, base, quantize=trained["quantize"], adapters=str(model), flag=flag)
+    base = folder_of(base_model(folder, trained["model_id"]))
+    quantized = replace(plain, quantize=trained["quantize"])
+    return load_policy(quantized, base, adapters=str(model), flag=flag)
+
+
+def untrained(cfg: Config) -> Config:
+    """The settings for another model than the policy: no adapters to train, and no 4 bits."""
+    return replace(cfg, lora_rank=0, lora_alpha=0.0, quantize="none")
 
 
 def folder_of(model_id: str, tiny_folder: Path | None = None, seed: int = 0) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 from core import distributed
 from core.config import Config
 from core.faults import UsageError
+from core.loading import load_policy
 from core.policy import Policy
 from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import sealed, unseal
-from core.run.models import load_policy
+from core.run.models import folder_of, untrained
 
 FOLDER = "reference"
 
@@ -49,7 +50,8 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
         "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch."),
         "template_options": "", "template_date": "",  # it reads no messages
     }  # fmt: skip
-    teacher = load_policy(replace(cfg, **settings), cfg.teacher, flag="--teacher")
+    settings_of_teacher = replace(untrained(cfg), **settings)
+    teacher = load_policy(settings_of_teacher, folder_of(cfg.teacher), flag="--teacher")
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
     teacher.model.requires_grad_(False)

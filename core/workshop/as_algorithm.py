@@ -9,10 +9,11 @@ Everything else (batch, micro-batches, optimizer, metrics) is shared with the ot
 """
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from algorithms.options import LoopOptions
 from algorithms.tokens import Tokens, group_sum, normalize, surrogate_metrics, turns_of
 from core import sampler
-from core.algorithm import is_file
+from core.algorithm import Algorithm, is_file
 from core.config import Config
 from core.faults import UsageError, ran_out
 from core.sampler import SamplingParams
@@ -32,7 +33,7 @@ VALUE_COEF = 0.5  # coefficient of the value loss, as in PPO
 
 
 @dataclass(frozen=True)
-class ScratchOptions(LoopOptions):
+class Options(LoopOptions):
     """Which exercises of scratch.py --algo scratch trains with."""
 
     advantages: Literal["3", "7", "10"] = "3"
@@ -40,6 +41,12 @@ class ScratchOptions(LoopOptions):
     the standard deviation; 7: GAE, which adds a value head."""
     loss: Literal["4", "5"] | None = None
     """Exercise that computes the loss; None: 5, or 4 as long as 5 is not written."""
+
+    @property
+    def needs(self) -> Set[str]:
+        """What the loop has to provide (core/algorithm.py)."""
+        own = {"own_kl", "own_draw", "episode_credit"}
+        return own | {"value_head" if self.advantages == "7" else "groups"}
 
 
 class Grid:
@@ -62,28 +69,15 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class ScratchAlgorithm:
+class Exercises:
     """Exercises of a scratch.py, with the signatures of the files in algorithms/.
 
     An exception in the participant's code, or a result of the wrong shape, raises UsageError: one
     line with the file, line and exercise.
     """
 
-    Options: ClassVar = ScratchOptions
-
     module: ModuleType
     exercises: tuple[int, ...] = (3, 5, 8)  # those that train; without 8 the library samples
-    remarks: tuple[str, ...] = ()  # lines to show when the run starts
-
-    @staticmethod
-    def needs(options: ScratchOptions) -> set[str]:
-        """What the training loop has to provide (core/algorithm.py)."""
-        return {"episode_credit", "value_head" if options.advantages == "7" else "groups"}
-
-    @staticmethod
-    def start(cfg: Config) -> "ScratchAlgorithm":
-        """The participant's functions, imported and checked: see `load_scratch`."""
-        return load_scratch(cfg)
 
     def compute_advantages(self, tokens: Tokens, options: object) -> dict[str, Tensor]:
         """Advantages [S] float32; with exercise 7 also value targets.
@@ -160,25 +154,12 @@ class ScratchAlgorithm:
     def draw(self, logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
         """Samples token ids [C] from logits [C, V] with exercise 8; returns them and log-probs [C].
 
-        `chance` [C], uniform in [0, 1), seeds the exercise's generator. Without exercise 8, this is
-        the library's `draw`.
+        `chance` [C], uniform in [0, 1), seeds the exercise's generator.
         """
-        if 8 not in self.exercises:
-            return sampler.draw(logits, params, chance)
         generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
         inputs = logits.float(), params.temperature, generator
         ids, logprobs = self._call("sample", *inputs, like=(chance, chance))
         return ids.long(), logprobs
-
-    @property
-    def __file__(self) -> str:
-        """The participant's file, which a run keeps a copy of."""
-        return str(self.module.__file__)
-
-    @property
-    def variant(self) -> str:
-        """What the title of a run says after the name."""
-        return f"exercises {', '.join(map(str, self.exercises))}"
 
     def _call(self, name: str, *inputs: Any, like: Any) -> Any:
         """The result of an exercise: tensors as `like`, see `_problem`."""
@@ -194,7 +175,7 @@ class ScratchAlgorithm:
         return result
 
 
-def load_scratch(cfg: Config) -> ScratchAlgorithm:
+def load_scratch(cfg: Config) -> Algorithm:
     """Imports the scratch.py of --algo and checks its exercises.
 
     --algo scratch is ./scratch.py, or else the one beside train.py.
@@ -203,7 +184,7 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     written yet. An exercise that is wrong is allowed; `remarks` names it.
     """
     options = cfg.options
-    assert isinstance(options, ScratchOptions)
+    assert isinstance(options, Options)
     file = Path(cfg.algo if is_file(cfg.algo) else "scratch.py")
     file = file if file.exists() else checker.FILE
     module, command = checker.load(file), f"python {checker.name_of(file)}"
@@ -227,7 +208,12 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     ]
     if 10 in exercises and 10 not in written:
         remarks.append("exercise 10 still has its bug; training with it: watch length/mean")
-    return ScratchAlgorithm(module, exercises, tuple(remarks))
+    own = Exercises(module, exercises)
+    return Algorithm(
+        own.compute_advantages, own.compute_loss, Path(str(module.__file__)),
+        weighted_kl=own.weighted_kl, draw=own.draw if 8 in exercises else sampler.draw,
+        variant=f"exercises {', '.join(map(str, exercises))}", remarks=tuple(remarks),
+    )  # fmt: skip
 
 
 def _problem(result: Any, like: Any) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from core.chat_template import prompt_ids
+from core.config import Config
 from core.loading import load_policy
 from core.policy import Policy
 from core.tiny import PRETRAINED
@@ -138,4 +139,4 @@ def main(policy: Policy) -> None:
 
 
 if __name__ == "__main__":
-    main(load_policy(str(PRETRAINED), device="cpu"))
+    main(load_policy(Config(device="cpu"), str(PRETRAINED)))

@@ -33,6 +33,7 @@ from workload import SHAPES, Shape, memory_used, save_model  # noqa: E402
 
 from core import canary, nanollm  # noqa: E402
 from core.batching import Batch, to_tokens  # noqa: E402
+from core.config import Config  # noqa: E402
 from core.loading import load_policy  # noqa: E402
 from core.nanollm import NanoLLM  # noqa: E402
 from core.optimizer import make_optimizer  # noqa: E402
@@ -241,7 +242,7 @@ def make_policy(lora_rank: int = 0) -> Policy:
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, shape, dtype)
         policy = load_policy(
-            folder, device=device, dtype=dtype, max_length=512, lora_rank=lora_rank
+            Config(device=device, dtype=dtype, max_model_len=512, lora_rank=lora_rank), folder
         )
     with torch.no_grad():  # so that the log-probs of different tokens differ more than by rounding
         policy.causal_lm.get_input_embeddings().weight.mul_(4)

@@ -252,10 +252,13 @@ def prompts(args: Args) -> list[list[int]]:
 
 def make_nanollm(args: Args, **options: Any) -> tuple[Any, Any]:
     """Returns a policy and a NanoLLM on its weights."""
+    from core.config import Config
     from core.loading import load_policy
     from core.nanollm import NanoLLM
 
-    policy = load_policy(args.folder, max_length=args.prompt_tokens + args.max_tokens, **options)
+    policy = load_policy(
+        Config(max_model_len=args.prompt_tokens + args.max_tokens, **options), args.folder
+    )
     free = torch.cuda.mem_get_info()[0] / torch.cuda.mem_get_info()[1] if on_gpu() else 1.0
     share = min(0.9, 1 - free + MEMORY_SHARE)
     num_rollouts = args.num_prompts * args.group_size
@@ -309,9 +312,10 @@ def sample_with_backend(args: Args) -> Sample:
 
 
 def sample_with_generate(args: Args) -> Sample:
+    from core.config import Config
     from core.loading import load_policy
 
-    policy = load_policy(args.folder)
+    policy = load_policy(Config(), args.folder)
     policy.model.generation_config.eos_token_id = None  # every completion has its full length
     batch = torch.tensor(prompts(args), device=policy.device)
 
@@ -328,12 +332,13 @@ def sample_with_generate(args: Args) -> Sample:
 
 def full(args: Args) -> dict[str, Any]:
     """Full fine-tuning: the cost of a sync, and the memory of each phase of an update."""
+    from core.config import Config
     from core.loading import load_policy
     from core.nanollm import NanoLLM
     from core.optimizer import make_optimizer
     from core.sampler import SamplingParams
 
-    policy = load_policy(args.folder, max_length=args.prompt_tokens + args.max_tokens)
+    policy = load_policy(Config(max_model_len=args.prompt_tokens + args.max_tokens), args.folder)
     stages = {"model loaded": memory_used()}
     optimizer = make_optimizer(policy, lr=1e-6)
     stages["optimiser made"] = memory_used()

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from core import canary, nanollm  # noqa: E402
+from core.config import Config  # noqa: E402
 from core.faults import UsageError  # noqa: E402
 from core.loading import load_policy  # noqa: E402
 from core.nanollm import NanoLLM  # noqa: E402
@@ -158,7 +159,7 @@ def try_family(family: str, lora_rank: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             save_model(family, Path(folder))
-            policy = load_policy(folder, device="cpu", dtype="float32", lora_rank=lora_rank)
+            policy = load_policy(Config(device="cpu", dtype="float32", lora_rank=lora_rank), folder)
             sampler = NanoLLM(policy)
         except Exception as error:
             name = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "

@@ -89,7 +89,7 @@ def estimate(
     `old` samples; the gradient is taken at `new`. `values` [task, completion, 3] are PPO's. The
     variance is E|g - E g|².
     """
-    options = algorithm.resolve(options) if hasattr(algorithm, "resolve") else options
+    options = options.with_preset()
     task = torch.arange(2).repeat_interleave(GROUP)
     old_logprobs, logprobs = old.logprobs(), new.logprobs()
     # ∇ log-prob of a token: 1 at its logit, minus the probabilities

@@ -22,6 +22,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[2]))
 
 from core.chat_template import prompt_ids
+from core.config import Config
 from core.loading import load_policy
 from core.policy import Policy
 from core.sampler import SamplingParams, TorchSampler
@@ -79,4 +80,5 @@ def main(policy: Policy, run_seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    main(load_policy(str(PRETRAINED), device="cpu"), int(sys.argv[1]) if sys.argv[1:] else 0)
+    policy = load_policy(Config(device="cpu"), str(PRETRAINED))
+    main(policy, int(sys.argv[1]) if sys.argv[1:] else 0)

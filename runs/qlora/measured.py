@@ -16,7 +16,7 @@ import train  # noqa: E402
 from core.config import Config  # noqa: E402
 from core.loop import open as run  # noqa: E402
 from core.policy import Policy, num_weights  # noqa: E402
-from core.run.quantize import num_bytes  # noqa: E402
+from core.quantize import num_bytes  # noqa: E402
 
 
 def run_command(args: list[str]) -> int:

@@ -13,6 +13,7 @@ from time import perf_counter
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from core.config import Config
 from core.extras.server_sampler import ServerSampler
 from core.loading import load_policy
 from core.sampler import SamplingParams
@@ -21,7 +22,7 @@ PAIRS = 5
 
 
 def main(model: str, urls: str) -> None:
-    policy = load_policy(model, device="cpu", max_length=1200, lora_rank=8)
+    policy = load_policy(Config(device="cpu", max_model_len=1200, lora_rank=8), model)
     questions = [f"What is {i} + {3 * i}? Explain how you get there." for i in range(8)]
     prompts = [policy.tokenizer.encode(question) for question in questions for _ in range(8)]
     times: list[list[float]] = []

@@ -58,7 +58,7 @@ LENGTH = 1280  # tokens of prompt and completions: --max-model-len
 NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time, and 64 held-out tasks
 RANK = 32
 RESERVE = 1.0  # GB for Python, PyTorch and the environments, on a CPU or Mac
-NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes of a weight with scales: core/run/quantize.py
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes of a weight with scales: core/quantize.py
 MAX_MICRO_BATCH = 16  # times 1,024 tokens; larger micro-batches are hardly faster
 
 
