@@ -27,6 +27,7 @@ PARAMS = SamplingParams(max_tokens=16)  # at temperature 1, always with the same
 # tokens log-probs that differ by 0.04 on average and by up to 0.7; 8e-6 in float32
 ROUNDING = 64
 NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
+Canary = tuple[dict[str, float], dict[str, Any]]  # metrics, and what the next comparison needs
 FEWEST = 8  # tokens that have to move by ROUNDING, or fewer further: one may be moved by rounding
 
 
@@ -35,7 +36,7 @@ def compare(
     sampler: Sampler,
     before: dict[str, Any],
     on_progress: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> Canary:
     """The metric `gap/canary`, and what the next call needs as `before`; {} at first.
 
     Samples a continuation of TEXT. Equal weights draw the same tokens, and weights that have moved

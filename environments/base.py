@@ -199,6 +199,16 @@ class Response(str):
     token_ids: Sequence[int] = ()
 
 
+@dataclass
+class RunInfo:
+    """What a run tells its environments: see `Instance.begin_run`."""
+
+    train_envs: Sequence[str]  # the specs of --env
+    eval_envs: Sequence[str]  # and of --eval-env
+    num_updates: int = 0  # in all; 0: none, or as many as --max-sampled-tokens allows
+    updates_done: int = 0  # that are complete; changes while the run goes on
+
+
 class Instance:
     """What environments for one agent and for several have in common.
 
@@ -221,6 +231,11 @@ class Instance:
     main_thread: bool = False
     heavy: bool = False
     meanings: Mapping[str, str] = {}
+
+    @classmethod
+    def begin_run(cls, info: RunInfo) -> None:
+        """Called once for each class of --env and --eval-env, before a run makes the first
+        instance: a data set may divide its rows, and read how far the run is from then on."""
 
     def close(self) -> None:
         """Frees what the instance holds. It is not used afterwards."""

@@ -44,7 +44,15 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from environments import rewarded
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, check_range
+from environments.base import (
+    EVAL_SEEDS,
+    Env,
+    Message,
+    RunInfo,
+    Step,
+    UsageError,
+    check_range,
+)
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
 from environments.plumbing.dataset import read_hub
@@ -86,6 +94,10 @@ class MathQA(Env):
         self.level, self.style = level, style
         self.form = "number" if level < 5 and not data else "exact result"
         self.train, self.test = load(data) if data else ([], [])
+
+    @classmethod
+    def begin_run(cls, info: RunInfo) -> None:
+        rewarded.begin_run(info)
 
     def reset(self, seed: int) -> list[Message]:
         rng = random.Random(seed)

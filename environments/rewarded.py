@@ -53,12 +53,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
+from environments.base import (
+    EVAL_SEEDS,
+    Env,
+    EnvFailure,
+    Message,
+    RunInfo,
+    Step,
+    UsageError,
+    is_held_out,
+)
 from environments.parsing import user
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_hub, read_jsonl
 from environments.plumbing.registry import EnvSpec, find_file, import_attribute, make
 
+RUN = RunInfo((), ())  # that of this process; without one all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 
 
@@ -70,10 +80,8 @@ class TrainerState:
     max_steps: int = 0  # --num-updates
 
 
-STATE = TrainerState()  # of this process
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 Source = tuple[str, str, str, str]  # data, config, split, and the column with the prompt
-TRAINED, EVALUATED = set[Source](), set[Source]()  # of this process's run
 
 
 class Rewarded(Env):
@@ -109,6 +117,10 @@ class Rewarded(Env):
         self.waits = all(map(inspect.iscoroutinefunction, functions))
         self.prompt = prompt
         self.train, self.test, self.columns = load(data, prompt, config, split)
+
+    @classmethod
+    def begin_run(cls, info: RunInfo) -> None:
+        begin_run(info)
 
     def reset(self, seed: int) -> list[Message]:
         self.row = draw(seed, self.train, self.test)
@@ -175,7 +187,8 @@ class Rewarded(Env):
         arguments = {
             **columns, "prompts": prompts, "completions": completions,
             "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
-            "trainer_state": STATE, "log_extra": log_extra,
+            "trainer_state": TrainerState(RUN.updates_done, RUN.num_updates),
+            "log_extra": log_extra,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }  # fmt: skip
         row = first.row if all(env.row is first.row for env in batch) else None
@@ -220,21 +233,24 @@ def needs_main_thread(spec: EnvSpec) -> bool:
     return bool(known.main_thread)
 
 
-def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:
-    """Tells `load` on which data a run trains and evaluates, by the specs of its environments.
-
-    These are `rewarded`, `agent` and `math_qa`; the data sets that `math_qa` knows are not divided.
-    """
-    for sources, specs in ((TRAINED, trained), (EVALUATED, evaluated)):
-        sources.clear()
-        for spec in specs:
-            env = EnvSpec(spec)
-            if env.name in ("rewarded", "agent", "math_qa"):
-                o = {"config": "", "split": "train"} | env.values
-                prompt = "question" if env.name == "math_qa" else o.get("prompt", "")
-                sources.add((o["data"], o["config"], o["split"], prompt))
+def begin_run(info: RunInfo) -> None:
+    """From now on `load` divides data as this run needs it, and functions read its progress."""
+    global RUN
+    RUN = info
     for cached in CACHED:
         cached.cache_clear()
+
+
+def sources(specs: Sequence[str]) -> set[Source]:
+    """The data of environments that have some: `rewarded`, `agent` and `math_qa`, but for the data
+    sets that `math_qa` knows, which are not divided."""
+    found = set()
+    for env in map(EnvSpec, specs):
+        if env.name in ("rewarded", "agent", "math_qa"):
+            o = {"config": "", "split": "train"} | env.values
+            prompt = "question" if env.name == "math_qa" else o.get("prompt", "")
+            found.add((o["data"], o["config"], o["split"], prompt))
+    return found
 
 
 class Placed(Row):
@@ -261,12 +277,15 @@ def load(
     Raises as `read`, and UsageError if there are no rows for one of both uses.
     """
     rows, names = read(data, config, split, prompt)
-    trained, evaluated = ({source[:3] for source in each} for each in (TRAINED, EVALUATED))
+    all_evaluated = sources(RUN.eval_envs)
+    trained, evaluated = (
+        {source[:3] for source in each} for each in (sources(RUN.train_envs), all_evaluated)
+    )
     here = data, config, split
     is_divided = (here in trained) == (here in evaluated)  # both, or neither: no run has begun
     elsewhere = {
         words
-        for source in EVALUATED
+        for source in all_evaluated
         if here in trained and source[:3] != here
         for words in map(_words, read(*source)[0])
         if source[:3] not in trained or is_held_out(words)

@@ -212,9 +212,10 @@ def command(tmp_path, monkeypatch, capsys):
     import train
     from core.report import curves
     from environments import rewarded
+    from environments.base import RunInfo
 
     monkeypatch.chdir(tmp_path)
-    rewarded.set_sources((), ())  # forgets another test's file of the same relative name
+    rewarded.begin_run(RunInfo((), ()))  # forgets another test's file of the same relative name
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(curves, "draw_curves", lambda *_: None)
     monkeypatch.setattr(os, "fsync", lambda handle: None)

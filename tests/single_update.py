@@ -37,10 +37,10 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
     def open_run(cfg):
         sampler = SimpleNamespace(sync=lambda: None)
         evaluator = SimpleNamespace(evaluate=lambda update: {})
-        cfg = prepare(cfg)
+        cfg, info = prepare(cfg)
         algorithm = load_algorithm(cfg)
         yield OneUpdate(
-            cfg, algorithm, policy, optimizer, collector=None, sampler=sampler,
+            cfg, info, algorithm, policy, optimizer, collector=None, sampler=sampler,
             evaluator=evaluator,
             outputs=SimpleNamespace(folder=None), display=None, interrupt=None,
             ahead=Ahead(None), progress=checkpoint.START | {"update": update - 1},

@@ -47,7 +47,7 @@ def test_at_least_one_token_has_the_penalty_and_of_equal_ones_the_first():
 
 def test_the_old_log_probs_are_computed_where_a_setting_needs_them():
     needs = {
-        name: Run(resolve(Config(**settings)), *[None] * 11).scores_first
+        name: Run(resolve(Config(**settings)), *[None] * 11, {"update": 0}).scores_first
         for name, settings in {
             "default": {}, "epochs": {"num_epochs": 2}, "minibatches": {"num_minibatches": 2},
             "ppo": {"algo": "ppo"}, "kl_cov": {"algo": "kl_cov"}, "kl": {"kl_coef": 0.1},

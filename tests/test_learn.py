@@ -1,6 +1,7 @@
 """The training loop: which weights an update changes, its rollouts, the warm start."""
 
 import math
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -151,7 +152,7 @@ def test_the_next_level_is_that_of_the_episodes_that_did_not_fail():
         ([[(0, 0), (1, None), (0, 1)], [(1, 0), (0, 0)], [(0, 0)]], [3, 2, 1], 4),  # one failed
     ],
 )
-def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
+def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept, monkeypatch):
     calls = []
 
     def collect(drawn, sampler, params, on_progress):
@@ -167,14 +168,19 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
     run = SimpleNamespace(
         progress={"level": 1}, collector=SimpleNamespace(collect=collect), sampler=nullcontext(),
         say=said.append, display=SimpleNamespace(phase=lambda *_, **options: nullcontext(phase)),
-        interrupt=SimpleNamespace(check_alone=None), compare_weights=lambda: None, notes={},
+        canary=({}, {"token_ids": [7]}), ahead=SimpleNamespace(take=lambda: None, started=False),
+        policy=SimpleNamespace(tokenizer=None), first_update=1, older=deque(maxlen=0),
+        interrupt=SimpleNamespace(check_alone=None),
     )  # fmt: skip
+    compared = []
+    monkeypatch.setattr(play.canary, "compare", lambda *given: compared.append(given) or ({}, {}))
     cfg = Config(
         num_prompts=3, group_size=2, filter_groups=2, seed=5, max_tokens=9, train_difficulty=2,
         temperature=0.5, top_p=0.9, top_k=7,
     )  # fmt: skip
     run.cfg = cfg
-    sampled, kept = play.collect(run, 4)
+    sampled, kept = play.play(run, 4)
+    assert compared == [(run.policy, run.sampler, {"token_ids": [7]}, None)]
     envs = ["letter_counting:difficulty=3"]  # a level above 2
     for attempt, (drawn, params) in enumerate(calls):
         assert drawn == train_tasks(envs, 5, 4, asked[attempt], 2, attempt)
@@ -190,10 +196,10 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
     assert kept == [r for r in sampled if len(returns[r.group_id]) > 1]
     assert len(kept) == num_kept and len(said) == sum(bool(r.error) for r in sampled)
     calls.clear()
-    run.notes["changed_settings"] = "algo grpo -> gdpo"  # at a resume: as before the first update
+    run.first_update = 4  # after a resume, too
     with pytest.raises(UsageError, match="--algo gdpo: letter_counting:difficulty=3 reports no"):
         run.cfg = replace(cfg, algo="gdpo")
-        play.collect(run, 4)
+        play.play(run, 4)
 
 
 def nll(policy, rollouts):

@@ -81,9 +81,9 @@ def threads(monkeypatch):
     """The names of the threads that collected, by update."""
     seen, collect = {}, play.collect
 
-    def collect_rollouts(run, update):
+    def collect_rollouts(run, update, *rest):
         seen[update] = threading.current_thread() is threading.main_thread()
-        return collect(run, update)
+        return collect(run, update, *rest)
 
     monkeypatch.setattr(play, "collect", collect_rollouts)
     return seen
@@ -144,13 +144,13 @@ def test_the_sampler_gets_new_weights_once_no_episode_is_open(command, monkeypat
     waited, playing, seen = threading.Event(), [], []
     collect, wait = play.collect, Ahead.wait
 
-    def collect_rollouts(run, update):
+    def collect_rollouts(run, update, *rest):
         if threading.current_thread() is threading.main_thread():
-            return collect(run, update)
+            return collect(run, update, *rest)
         playing.append(update)
         assert waited.wait(60)  # until the loop waits for this thread
         waited.clear()
-        collected = collect(run, update)
+        collected = collect(run, update, *rest)
         playing.clear()
         return collected
 
@@ -173,7 +173,7 @@ def test_what_was_taken_is_taken_once_and_what_is_closed_ends():
     ahead = Ahead(Interrupt())
     ahead.interrupt.requested = True
     with pytest.raises(Stopped):
-        ahead.check_alone()
+        ahead.check()
 
 
 def test_the_copy_has_trained_weights_of_its_own_and_shares_the_others(policy):

@@ -339,6 +339,25 @@ def test_an_environment_is_given_as_an_object_of_python(place, capsys):
     assert "train.run" in capsys.readouterr().err
 
 
+def test_a_class_is_told_once_of_its_run_and_reads_how_far_that_is(place):
+    told = []
+
+    class Rows(Turns):
+        @classmethod
+        def begin_run(cls, info):
+            assert not told
+            told.append([info])
+
+        def reset(self, seed):
+            told[0].append(told[0][0].updates_done)
+            return super().reset(seed)
+
+    assert train.run(settings(num_updates=2, eval_every=1), env=Rows) == 0
+    [[info, *seen]] = told
+    assert [*info.train_envs] == [*info.eval_envs] == ["Rows"] and info.num_updates == 2
+    assert [*dict.fromkeys(seen)] == [0, 1, 2] and seen == sorted(seen)
+
+
 def test_what_is_no_environment_is_refused_in_one_line(capsys):
     assert train.run(settings(), env=5) == 2
     err = capsys.readouterr().err

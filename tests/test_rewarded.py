@@ -16,7 +16,7 @@ from core.faults import UsageError
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
 from environments import rewarded
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, is_held_out
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, RunInfo, is_held_out
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import absolute, make
 
@@ -117,7 +117,7 @@ def place(tmp_path, monkeypatch, command):
     """A folder with rows.jsonl and rewards.py."""
     Path("rewards.py").write_text(FUNCTIONS)
     write("rows.jsonl", ROWS)
-    rewarded.set_sources((), ())
+    rewarded.begin_run(RunInfo((), ()))
     return tmp_path
 
 
@@ -166,7 +166,7 @@ def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_trainin
     write("test.jsonl", [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(90, 191)])
     options = "reward=rewards.py:accuracy"
     trained, evaluated = (absolute(f"rewarded:data={x}.jsonl,{options}") for x in ("train", "test"))
-    rewarded.set_sources([trained], [evaluated])
+    rewarded.begin_run(RunInfo([trained], [evaluated]))
     test = make(evaluated).test
     assert len(test) == 101 and rewarded.draw(EVAL_SEEDS.start + 1, [], test) is test[1]
     assert [row["prompt"] for row in make(trained).train] == [row["prompt"] for row in ROWS]
@@ -174,12 +174,12 @@ def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_trainin
     # data of both uses is divided, and what is held out of it is not trained on as other data
     write("again.jsonl", ROWS[::-1])
     again = absolute(f"rewarded:data=again.jsonl,{options}")
-    rewarded.set_sources([trained, again], [trained, "letter_counting"])
+    rewarded.begin_run(RunInfo([trained, again], [trained, "letter_counting"]))
     held_out = [row["prompt"] for row in make(trained).test]
     assert 3 < len(held_out) < 20 and len(make(trained).train) == 61 - len(held_out)
     assert {row["prompt"] for row in make(again).train} == {r["prompt"] for r in ROWS} - {*held_out}
     # of rows that both files of an evaluation have, none is left out
-    rewarded.set_sources(["letter_counting"], [trained, again])
+    rewarded.begin_run(RunInfo(["letter_counting"], [trained, again]))
     capsys.readouterr()
     assert len(make(trained).test) == 61 and len(make(again).test) == 60
     assert not capsys.readouterr().err
@@ -418,7 +418,7 @@ def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
 
 
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
-    rewarded.STATE.global_step, rewarded.STATE.max_steps = 3, 7
+    rewarded.begin_run(RunInfo((), (), 7, 3))
     rollouts, module = play(policy, "rewards.py:trl rewards.py:array")
     assert not any(r.error for r in rollouts)
     sampled = [r.turns[0].completion_ids for r in rollouts]

@@ -20,10 +20,10 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
         trained = runs[-1].policy.trainable().values()
         return torch.cat([w.detach().flatten().clone() for w in trained])
 
-    def collect_rollouts(run, update):
+    def collect_rollouts(run, update, *rest):
         runs.append(run)
         sampling.append(weights())
-        return collect(run, update)
+        return collect(run, update, *rest)
 
     def shape_rewards(cfg, batch):
         training.append(weights())

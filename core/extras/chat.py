@@ -39,7 +39,8 @@ from core.faults import Fault, UsageError
 from core.run.files import scratch_folder
 from core.run.folder import read_config
 from core.types import Completion, Message, Rollout
-from environments import rewarded
+from environments.base import RunInfo
+from environments.plumbing.registry import begin_run
 from environments.plumbing.text import one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit: end"
@@ -118,7 +119,7 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
     if flags.env:
         cfg = replace(cfg, eval_env=(flags.env,))
     cfg = config.resolve(cfg)
-    rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)
+    begin_run(RunInfo(cfg.env, cfg.eval_env or cfg.env))
     if flags.env:
         tasks.held_out_envs(cfg.eval_env, (), 0)  # raises for an unknown name
     return flags, replace(

@@ -21,7 +21,6 @@ from core.seeds import EVALUATION, derive_seed
 from core.selection import drop_failed
 from core.tasks import Task, eval_tasks, held_out_envs
 from core.types import Rollout
-from environments import rewarded
 
 LOGGED_ROLLOUTS = 8  # of each environment, in rollouts.jsonl; all with --sampler openai
 
@@ -47,7 +46,6 @@ class Evaluator:
         cfg, say = self.cfg, self.display.say
         if cfg.eval_num_tasks == 0:
             return {}
-        rewarded.STATE.global_step = update
         started, on_server = perf_counter(), cfg.sampler == "openai"
         envs = held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
         held_out = eval_tasks(envs, cfg.eval_num_tasks)

@@ -53,7 +53,8 @@ from core.run.staleness import Weights
 from core.run.writer import Writer
 from core.sampler import Sampler, TorchSampler
 from environments import Env, rewarded
-from environments.plumbing.registry import EnvSpec, checksums, meanings
+from environments.base import RunInfo
+from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
     for invalid settings; then no new folder is left behind.
     """
-    cfg = prepare(cfg)
+    cfg, info = prepare(cfg)
     algorithm = load_algorithm(cfg)
     if cfg.overlap and distributed.num_ranks() > 1:  # two threads would exchange at once
         raise UsageError("--overlap does not go with several processes: remove it, or torchrun")
@@ -83,7 +84,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else scratch_dir
-            with _opened(cfg, algorithm, folder, log_dir, is_new) as run:
+            with _opened(cfg, info, algorithm, folder, log_dir, is_new) as run:
                 interrupted = saved = False
                 try:
                     with memory.out_of_memory_as_one_line(run.command_with_less_memory):
@@ -121,19 +122,21 @@ def open_run(cfg: Config) -> Iterator[Run]:
                     print_line(line, Console(highlight=False))
 
 
-def prepare(cfg: Config) -> Config:
-    """Fills in the defaults that depend on the model and the algorithm, and checks all settings.
+def prepare(cfg: Config) -> tuple[Config, RunInfo]:
+    """Fills in the defaults that depend on the model and the algorithm, checks all settings, and
+    tells the environments about the run.
 
     Raises UsageError for an invalid setting.
     """
     cfg = config.resolve(cli.complete(cfg))
     config.validate(cfg)
-    rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)  # which rows of data sets are held out
+    info = RunInfo(cfg.env, cfg.eval_env or cfg.env, cfg.num_updates)
+    begin_run(info)  # before any other use: it says which rows of data sets are held out
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
     train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if cfg.sft_steps:
         tasks.check_demonstrations(train_envs)
-    return cfg
+    return cfg, info
 
 
 def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
@@ -164,7 +167,7 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 
 @contextmanager
 def _opened(
-    cfg: Config, algorithm: Algorithm, folder: Path, log_dir: Path, new: bool
+    cfg: Config, info: RunInfo, algorithm: Algorithm, folder: Path, log_dir: Path, new: bool
 ) -> Iterator[Run]:
     """The run, open: weights first, then its files, then what shows and plays."""
     started = perf_counter()
@@ -212,12 +215,12 @@ def _opened(
         for line in filter(None, lines):
             display.say(line)
         yield Run(
-            cfg, algorithm, policy, optimizer, collector, sampler,
+            cfg, info, algorithm, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
             Outputs(cfg, folder, log, writer, display), display, interrupt, ahead, progress,
             records, older, notes,
             {f"time/start_{name}_s": value for name, value in seconds.items()}, teacher,
-            read_out=_read_out(cfg, algorithm),
+            canary=({}, progress.get("canary", {})), read_out=_read_out(cfg, algorithm),
             weighted_kl=algorithm.weighted_kl or weighted_kl,
         )  # fmt: skip
 

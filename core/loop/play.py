@@ -5,18 +5,18 @@ ago sample; with --overlap a thread has done so while the update before trained.
 """
 
 import statistics
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from time import perf_counter
 
-from core import observations, selection, tasks
+from core import canary, observations, selection, tasks
+from core.canary import Canary
 from core.loop.run import Run
 from core.metrics import is_correct
+from core.policy import Policy
 from core.run.staleness import older_weights
-from core.sampler import SamplingParams
+from core.sampler import Sampler, SamplingParams
 from core.seeds import SAMPLING, derive_seed
 from core.types import Played, Rollout
-from environments import rewarded
 
 
 def play(run: Run, update: int) -> Played:
@@ -24,16 +24,23 @@ def play(run: Run, update: int) -> Played:
 
     With --curriculum they decide the level of the next update's tasks.
     """
+    check = run.interrupt.check_alone  # for Ctrl-C
     with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
-        played = _take_ahead(run) or collect(run, update)
+        found = run.ahead.take() or collect(run, update, run.policy, run.sampler, check)
+        run.sampled_at = perf_counter()
+    played, run.canary = found
     if run.cfg.overlap and update < run.cfg.num_updates:
         _play_ahead(run, update + 1)
     run.next_level = _next_level(run, played.sampled)
     return played
 
 
-def collect(run: Run, update: int) -> Played:
-    """Samples G rollouts for each of P tasks with the weights that the policy has here.
+def collect(
+    run: Run, update: int, policy: Policy, sampler: Sampler, check: Callable[[], None]
+) -> tuple[Played, Canary]:
+    """Samples G rollouts for each of P tasks. Before that it compares `policy` with `sampler`,
+    which should have its weights. `check` raises Stopped. A thread may call it: `run` stays as it
+    is.
 
     Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks with equal
     returns in each group, which up to n more rounds replace.
@@ -42,6 +49,7 @@ def collect(run: Run, update: int) -> Played:
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
     kept: list[Rollout] = []
+    found: Canary = {}, {}
     for attempt in range(1 + cfg.filter_groups):
         missing = cfg.num_prompts - len(selection.by_task(kept))
         if missing == 0:
@@ -50,24 +58,22 @@ def collect(run: Run, update: int) -> Played:
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
-        with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
-            on_progress = phase.tick_and(run.interrupt.check_alone)
+        with run.display.phase("rollouts", cfg.max_tokens) as phase, sampler:
             if attempt == 0:
-                run.compare_weights()  # the sampler's with the policy's: logs gap/canary
-            fresh = run.collector.collect(drawn, run.sampler, params, on_progress)
+                found = canary.compare(policy, sampler, run.canary[1], check)
+            fresh = run.collector.collect(drawn, sampler, params, phase.tick_and(check))
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
         usable = selection.drop_failed(fresh, run.say)
-        if update == 1 or "changed_settings" in run.notes:
+        if update == run.first_update:  # has the algorithm what it needs?
             selection.check_reward_parts(cfg, usable)
             selection.check_feedback(cfg, usable)
-            observations.check(cfg, run.policy.tokenizer, usable, run.say)
+            observations.check(cfg, policy.tokenizer, usable, run.say)
         kept += selection.with_spread(cfg, usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")
-    run.sampled_at = perf_counter()
-    return Played(sampled, kept)
+    return Played(sampled, kept), found
 
 
 def _next_level(run: Run, sampled: list[Rollout]) -> int:
@@ -82,20 +88,7 @@ def _next_level(run: Run, sampled: list[Rollout]) -> int:
 
 def _play_ahead(run: Run, update: int) -> None:
     """Lets a thread collect the next update's rollouts with the present weights."""
-    weights = run.older[-1]  # they joined it in this update
-    policy = run.ahead.policy_with(weights, run.policy)
-    rewarded.STATE.global_step = run.next_update  # updates complete when the next begins
-    progress = {**run.progress, "canary": run.canary[1]}  # as the update before leaves it
-    run.seen_ahead = replace(
-        run, policy=policy, sampler=run.sampler.ahead(policy), progress=progress,
-        interrupt=run.ahead, seen_ahead=None,
-    )  # fmt: skip
-    run.ahead.start(partial(collect, run.seen_ahead, update))
-
-
-def _take_ahead(run: Run) -> Played | None:
-    """What the thread has collected, or None if none was started. Raises what it raised."""
-    played = run.ahead.take()
-    if played and run.seen_ahead:
-        run.canary, run.sampled_at = run.seen_ahead.canary, perf_counter()
-    return played
+    policy = run.ahead.policy_with(run.older[-1], run.policy)  # they joined it in this update
+    sampler = run.sampler.ahead(policy)
+    run.info.updates_done = run.next_update  # when the next one begins
+    run.ahead.start(lambda: collect(run, update, policy, sampler, run.ahead.check))

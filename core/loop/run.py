@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from algorithms.kl import weighted_kl
-from core import canary, distributed, scoring
+from core import distributed, scoring
 from core.algorithm import Algorithm
 from core.batching import Batch
+from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.loop.evaluator import Evaluator
@@ -29,7 +30,7 @@ from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
 from core.sampler import Sampler
 from core.types import Rollout
-from environments import rewarded
+from environments.base import RunInfo
 
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
@@ -39,6 +40,7 @@ class Run:
     """What `open_run` opened, and what a run keeps between updates."""
 
     cfg: Config
+    info: RunInfo  # what the environments know of this run
     algorithm: Algorithm
     policy: Policy
     optimizer: MasterAdamW
@@ -47,7 +49,7 @@ class Run:
     evaluator: Evaluator
     outputs: Outputs
     display: Display
-    interrupt: Interrupt | Ahead  # Ahead: the thread of --overlap sees this run
+    interrupt: Interrupt
     ahead: Ahead
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     history: list[dict[str, Any]] = field(default_factory=list)  # the records
@@ -59,11 +61,14 @@ class Run:
     read_out: Callable[..., dict[str, Tensor]] = scoring.read_out  # or the algorithm's
     weighted_kl: Callable[..., Tensor] = weighted_kl  # or that of scratch.py
     next_level: int = 0  # of the next update's tasks, as `play` says
-    canary: tuple[dict[str, float], dict[str, Any]] = ({}, {})  # of this update: see `compare`
-    seen_ahead: "Run | None" = None  # what the thread of --overlap sees as the run
+    canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
     stopped: bool = False  # ended before the last update
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
+    first_update: int = field(init=False)  # of this process
+
+    def __post_init__(self) -> None:
+        self.first_update = max(1, self.next_update)
 
     @property
     def next_update(self) -> int:
@@ -92,7 +97,6 @@ class Run:
         Evaluates the policy before the first, and saves what a warm start has taught it. Ends
         earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
         """
-        rewarded.STATE.max_steps = self.cfg.num_updates
         if self.next_update == 0:
             if self.cfg.sft_steps:
                 self.save()
@@ -106,7 +110,7 @@ class Run:
             self.outputs.writer.check()
             self.started_at = perf_counter()
             self.save_copy()
-            rewarded.STATE.global_step = self.next_update - 1  # updates that are complete
+            self.info.updates_done = self.next_update - 1
             yield self.next_update, UpdateStats(self.cfg)
 
     def save_copy(self) -> None:
@@ -114,11 +118,6 @@ class Run:
         has other weights while --staleness samples."""
         if self.collector.opponents is not None:
             self.collector.opponents.update_copies()
-
-    def compare_weights(self) -> None:
-        """Measures whether the sampler has the policy's weights; see core/canary.py."""
-        before = self.progress.get("canary", {})
-        self.canary = canary.compare(self.policy, self.sampler, before, self.interrupt.check_alone)
 
     def sync(self) -> None:
         """Gives the sampler the present weights, once the thread of --overlap has sampled."""
@@ -141,6 +140,7 @@ class Run:
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
         is_last = 0 < cfg.max_sampled_tokens <= tokens or update == cfg.num_updates
+        self.info.updates_done = update
         if is_last or evaluates(update, cfg.eval_every):
             metrics |= self.evaluator.evaluate(update)
         self.progress["sampled_tokens"] = tokens

@@ -14,6 +14,7 @@ from copy import deepcopy
 from torch import Tensor
 
 from core.calls import in_thread
+from core.canary import Canary
 from core.faults import Stopped
 from core.policy import Policy, copy_weights
 from core.run.interrupt import Interrupt
@@ -29,7 +30,7 @@ class Ahead:
     def __init__(self, interrupt: Interrupt) -> None:
         self.interrupt = interrupt  # of the run
         self.policy: Policy | None = None  # the copy, once it is needed
-        self.playing: Future[Played] | None = None
+        self.playing: Future[tuple[Played, Canary]] | None = None
         self.closed = False
 
     @property
@@ -44,7 +45,7 @@ class Ahead:
         copy_weights(weights, self.policy.trainable())
         return self.policy
 
-    def start(self, collect: Callable[[], Played]) -> None:
+    def start(self, collect: Callable[[], tuple[Played, Canary]]) -> None:
         """Calls `collect` in the thread."""
         self.playing = in_thread(collect)
 
@@ -53,7 +54,7 @@ class Ahead:
         if self.playing is not None:
             futures.wait([self.playing])
 
-    def take(self) -> Played | None:
+    def take(self) -> tuple[Played, Canary] | None:
         """What the thread has collected, or None if none was started. Raises what it raised."""
         self.wait()
         playing, self.playing = self.playing, None
@@ -63,8 +64,6 @@ class Ahead:
         """Raises Stopped in the thread, if the run ends."""
         if self.closed or self.interrupt.requested:
             raise Stopped
-
-    check_alone = check  # as an Interrupt has it
 
     def close(self) -> None:
         self.closed = True

@@ -41,6 +41,7 @@ from environments.base import (
     Env,
     EnvFailure,
     Message,
+    RunInfo,
     Step,
     UsageError,
     check_range,
@@ -52,7 +53,7 @@ from environments.plumbing.installed import import_library
 from environments.plumbing.options import split_words
 from environments.plumbing.registry import import_attribute, place_of
 from environments.plumbing.tools import read_calls
-from environments.rewarded import draw, load
+from environments.rewarded import begin_run, draw, load
 
 POLL = 0.5  # seconds between two looks of a call at its program
 SILENCE = 10.0  # seconds without a word of any program, until those that ask do not wait on
@@ -191,6 +192,10 @@ class AgentProgram(Env):
         self.asks: list[Ask] = []  # that wait for an answer
         self.turns: list[float] = []  # the rewards of single answers, at the end
         self.over_limit = False  # a request was refused: see `refuse`
+
+    @classmethod
+    def begin_run(cls, info: RunInfo) -> None:
+        begin_run(info)
 
     def reset(self, seed: int) -> list[Message]:
         """Starts the program. Returns the messages of its first request, if that comes at once."""

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from environments.base import Env, MultiAgentEnv, UsageError, restored_torch
+from environments.base import Env, MultiAgentEnv, RunInfo, UsageError, restored_torch
 from environments.plumbing.options import convert, key_value_pairs, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
@@ -355,6 +355,14 @@ def variables_of_python() -> dict[str, str]:
     """Returns variables with which a new Python process imports this package."""
     paths = [os.path.dirname(HERE), os.environ.get("PYTHONPATH")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def begin_run(info: RunInfo) -> None:
+    """Tells the classes of a run's environments about it: see `Instance.begin_run`."""
+    specs = map(EnvSpec, (*info.train_envs, *info.eval_envs))
+    for begin in dict.fromkeys(spec.declares("begin_run") for spec in specs):
+        if begin:
+            begin(info)
 
 
 def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
