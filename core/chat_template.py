@@ -22,6 +22,7 @@ from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.faults import UsageError
+from core.patches import render_with
 from core.types import Message
 from environments.plumbing.text import one_line
 from environments.plumbing.tools import END_OF_THOUGHT, THOUGHT, call_text
@@ -137,16 +138,14 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any], date:
     for name in options:
         if name not in names - RESERVED:
             raise UsageError(f"--template-options {name}: the chat template has no such option")
-    apply: Any = tokenizer.apply_chat_template
 
-    def apply_with_options(*args: Any, tools: Any = None, **kwargs: Any) -> Any:
-        template = tokenizer.get_chat_template(tools=tools)
-        if date:  # transformers accepts no other function strftime_now
-            now = datetime.fromisoformat(date)
-            template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
-        return apply(*args, tools=tools, chat_template=template, **options, **kwargs)
+    def with_date(template: str) -> str:
+        if not date:
+            return template
+        now = datetime.fromisoformat(date)
+        return NOW.sub(lambda call: repr(now.strftime(call[2])), template)
 
-    tokenizer.apply_chat_template = apply_with_options  # type: ignore[method-assign]
+    render_with(tokenizer, with_date, options)
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int:

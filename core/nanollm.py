@@ -32,16 +32,15 @@ import random
 import re
 import sys
 import tempfile
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-from core import canary, distributed, weight_sharing
+from core import canary, distributed, patches, weight_sharing
 from core.config import is_installed
 from core.faults import UsageError
 from core.policy import Policy
@@ -306,20 +305,9 @@ class NanoLLM(Sampler):
         free_cached_memory()
 
     def _start(self, memory_arguments: dict[str, Any], eager: bool) -> None:
-        """Starts the engine on the shared weights, with what we change in vLLM while it starts.
-
-        `use_memory_pool`: vLLM's memory pool gets the KV cache only. Otherwise all tensors that
-        vLLM allocates for its model are in it: sleep(level=1) would free them, and the shutdown,
-        which frees the pool before the buffers of the model, would crash.
-        `get_kv_cache_configs`: the KV cache gets what `_cache_bytes` says. Otherwise it takes all
-        free memory, which takes a GPU longer to map at every wake-up.
-        `add_dummy_lora`: gives the engine slots for adapters that it reads from no file.
-        `undecorated`: keeps the class of the trainer's model usable (core/weight_sharing.py).
-        """
-        from vllm.device_allocator.cumem import CuMemAllocator
+        """Starts the engine on the shared weights; core/patches.py says what changes in vLLM."""
         from vllm.lora.request import LoRARequest
         from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine import core as core_module
         from vllm.v1.engine.llm_engine import LLMEngine
 
         policy = self.policy
@@ -331,24 +319,14 @@ class NanoLLM(Sampler):
             arguments.return_sampling_mask = True
         if policy.device.type == "cuda" and not eager:
             arguments.max_cudagraph_capture_size = largest_graph(self.num_rollouts)
-        use_memory_pool = CuMemAllocator.use_memory_pool
-        get_kv_cache_configs = core_module.get_kv_cache_configs
 
-        def pool_of_cache(allocator: Any, tag: str | None = None) -> AbstractContextManager[Any]:
-            return use_memory_pool(allocator, tag) if tag == "kv_cache" else nullcontext()
-
-        def configs_that_fit(
-            vllm_config: Any, specs: list[dict[str, Any]], available: list[int], *groups: Any
-        ) -> Any:
-            # a plan for PLENTY bytes, to learn from it what a sequence needs; then the real one
-            [plenty] = get_kv_cache_configs(vllm_config, specs, [PLENTY], *groups)
-            num_bytes = _cache_bytes(policy, vllm_config, plenty, available[0], self.num_rollouts)
-            return get_kv_cache_configs(vllm_config, specs, [num_bytes], *groups)
+        def size(vllm_config: Any, plan: Any, available: int) -> int:
+            return _cache_bytes(policy, vllm_config, plan, available, self.num_rollouts)
 
         with (
-            patch.object(CuMemAllocator, "use_memory_pool", pool_of_cache),
-            patch.object(core_module, "get_kv_cache_configs", configs_that_fit),
-            weight_sharing.undecorated(type(policy.causal_lm.get_decoder())),
+            patches.pool_of_the_cache_alone(),
+            patches.size_of_the_cache(PLENTY, size),
+            patches.undecorated(type(policy.causal_lm.get_decoder())),
         ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         self.draws_by_seed = self.engine.vllm_config.use_v2_model_runner

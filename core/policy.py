@@ -17,17 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from core.patches import decoder_that_returns
 from core.prefix_sharing import ATTENTION, PrefixTree
-
-
-class _DecoderOutput(BaseModelOutputWithPast):
-    """The output of a decoder of any family: fields that a family adds are None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 class Float32Head(nn.Linear):
@@ -120,16 +112,8 @@ class Policy:
         Calls the model's own forward with `hidden` as the output of its decoder, because some
         families scale or cap the logits there (Granite, Cohere, Gemma).
         """
-        decoder = self.causal_lm.get_decoder()
-        own = decoder.__dict__.get("forward")
-        decoder.forward = lambda *args, **kwargs: _DecoderOutput(last_hidden_state=hidden[None])
-        try:
-            with self.adapters():
-                return self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
-        finally:
-            del decoder.forward
-            if own is not None:
-                decoder.forward = own
+        with decoder_that_returns(self.causal_lm.get_decoder(), hidden[None]), self.adapters():
+            return self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
     def zero_adapters(self) -> float:
         """Fraction of the LoRA adapters that change nothing yet, because their B is 0."""

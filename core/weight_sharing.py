@@ -16,10 +16,8 @@ own ranks, so they are not shared either: `copy_adapters` copies a few megabytes
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +26,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from core.load_trace import base_weights, find_views, like
+from core.patches import unpacked_weights
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 LOAD_FORMAT = "shared"  # the name of our loader in vLLM
-CPU_GEMM = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 
 
 def share_weights(model: Any, engine_model: Any) -> tuple[dict[str, Tensor], set[str]]:
@@ -158,7 +156,7 @@ def register_loader(engine_weights: EngineWeights) -> None:
 
         def load_model(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> nn.Module:
             self.vllm_config = vllm_config
-            with patch(CPU_GEMM, _use_unpacked_weight), ExitStack() as self.building:
+            with unpacked_weights(), ExitStack() as self.building:
                 hook = register_module_parameter_registration_hook(_drop_storage)
                 self.building.callback(hook.remove)
                 self.building.enter_context(no_init_weights())  # there is no memory to write to
@@ -169,22 +167,6 @@ def register_loader(engine_weights: EngineWeights) -> None:
             engine_weights.share(engine_model, self.vllm_config)
 
     register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
-
-
-@contextmanager
-def undecorated(decoder_class: Any) -> Iterator[None]:
-    """Keeps a Hugging Face class usable when vLLM builds its own model from that class.
-
-    For families that vLLM has no code for, it changes the class in place so that it compiles
-    itself, which only vLLM's instances can do. A later engine of this class runs uncompiled.
-    """
-    init = decoder_class.__init__
-    try:
-        yield
-    finally:
-        if decoder_class.__init__ is not init:
-            decoder_class.__init__ = init
-            decoder_class.do_not_compile = True  # vLLM's instances have an attribute of their own
 
 
 def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
@@ -267,8 +249,3 @@ def _drop_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) 
     if parameter is not None:
         element = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
         parameter.data = element.expand(parameter.shape)
-
-
-def _use_unpacked_weight(layer: Any, remove_weight: bool) -> None:
-    """Replaces vLLM's packing of weights for CPUs, which would compute with a copy."""
-    layer.cpu_linear = torch.nn.functional.linear

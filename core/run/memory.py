@@ -13,14 +13,11 @@ the budget until it fits. Losses are sums over tokens, so the budget does not ch
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import distributed
@@ -28,6 +25,7 @@ from core.batching import largest_batch, micro_batches
 from core.config import Config
 from core.faults import Fault, OutOfMemory, ran_out
 from core.optimizer import MasterAdamW
+from core.patches import checkpoint_without_dropout
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree
 from core.scoring import predict
@@ -224,23 +222,5 @@ def checkpoint_layers(policy: Policy) -> None:
     policy.checkpointed_layers = [
         m for m in policy.causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)
     ]
-    layer: Any
     for layer in policy.checkpointed_layers:
-        layer._gradient_checkpointing_func = partial(_checkpoint, layer)
-
-
-def _checkpoint(layer: GradientCheckpointingLayer, forward: Callable[..., Any], *args: Any) -> Any:
-    """Computes `forward`, which belongs to `layer`, twice: now, and in the backward pass.
-
-    transformers checkpoints layers whose `training` is True. Some families (OPT) also read that
-    flag for their dropout, so it is False while the layer computes.
-    """
-
-    def without_dropout(*inputs: Any) -> Any:
-        layer.training = False
-        try:
-            return forward(*inputs)
-        finally:
-            layer.training = True
-
-    return checkpoint(without_dropout, *args, use_reentrant=False)
+        checkpoint_without_dropout(layer)
