@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from core.run import cli
+    from core.terminal import cli
 
     cli.need_temporary_folder("scratch.py")  # torch cannot be imported without one
     cli.say_loading()

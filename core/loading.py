@@ -56,7 +56,7 @@ def load_policy(
     the chat template's variables, the seed of all random weights, and whether to trust the model's
     code. The `model/` of a run with LoRA is its base model with its adapters, which are trained on:
     of any kind of LoRA that PEFT has, without their dropout. `adapters` is the folder of others for
-    the same base model. core/run/models.py knows the models with a name of their own, such as tiny.
+    the same base model. core/files/models.py knows the models that have names, such as tiny.
     Raises UsageError, in one line that names `flag`, if the model cannot be loaded, and if the
     device does not exist.
     """
@@ -137,7 +137,7 @@ def reads_cache(model_id: str, flag: str) -> bool:
         reason = " ".join(str(error).split())[:MAX_REASON]
         raise UsageError(f"{flag} {model_id}: not in the cache, and {constants.ENDPOINT} cannot be "
                          f"reached ({reason}): connect to a network, give the folder of a model, "
-                         "or take tiny or smollm2 (core/run/smollm2.py)") from error  # fmt: skip
+                         "or take tiny or smollm2 (core/files/smollm2.py)") from error  # fmt: skip
 
 
 def pick_device(name: str) -> torch.device:

@@ -21,6 +21,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from core.patches import decoder_that_returns
 from core.prefix_sharing import ATTENTION, PrefixTree
 
+Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
+
 
 class Float32Head(nn.Linear):
     """An output layer that computes in float32, whatever the dtype of its weight."""
@@ -42,7 +44,7 @@ class Policy:
     max_length: int  # limit on the tokens of prompt and completion together
     value_head: nn.Linear | None = None  # PPO: last hidden state -> value
     micro_batch_tokens: int = 2048  # tokens in one forward and backward pass, padding included
-    checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/run/memory.py
+    checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/memory.py
     trust_remote_code: bool = False  # True: Python code that comes with the model may run
     fp32_head: bool = False  # True: the output layer is a Float32Head
     disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
@@ -157,7 +159,7 @@ def num_weights(parameter: Any) -> int:
 
 
 @contextmanager
-def borrowed(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def borrowed(weights: Mapping[str, Tensor]) -> Iterator[Weights]:
     """Inside, the tensors may be changed; on exit they are as before, bit for bit. Yields a copy of
     what they were, on the CPU."""
     own = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 
-def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
+
+def before_after(records: list[Record]) -> list[tuple[str, Record, Record]]:
     """For each environment evaluated: its name, and the first and last records that evaluate it."""
     evaluated = [r for r in records if "update" in r and any(k.startswith("eval/") for k in r)]
     if not evaluated:
@@ -13,7 +15,7 @@ def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
     return [(name, evaluated[0], evaluated[-1]) for name in names]
 
 
-def accuracy_of(env: str, record: dict[str, Any]) -> str:
+def accuracy_of(env: str, record: Record) -> str:
     """'0.98 [0.96, 0.99]': accuracy with its interval."""
     value, low, high = (record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"

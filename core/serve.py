@@ -2,7 +2,7 @@
 
 import runpy
 
-from core.run import cli
+from core.terminal import cli
 
 if __name__ == "__main__":
     cli.say_loading()

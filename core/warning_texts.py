@@ -1,4 +1,4 @@
-"""The warnings of core/run/diagnostics.py: what each means, what to try, and what shows it.
+"""The warnings of core/diagnostics.py: what each means, what to try, and what shows it.
 
 A run reports them by name, --stop-on takes the names, and a report explains them. What makes all
 other numbers meaningless comes first.

@@ -28,10 +28,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
 from core.faults import UsageError  # noqa: E402
+from core.files.folder import new_folder  # noqa: E402
+from core.files.log import read_records  # noqa: E402
 from core.results import accuracy_of, before_after  # noqa: E402
-from core.run import cli  # noqa: E402
-from core.run.folder import new_folder  # noqa: E402
-from core.run.log import read_records  # noqa: E402
+from core.terminal import cli  # noqa: E402
 from environments.plumbing.text import one_line, printable  # noqa: E402
 from runs.record import markdown  # noqa: E402
 

@@ -45,8 +45,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT)]
 
+from core.files.log import read_records  # noqa: E402
 from core.results import before_after  # noqa: E402
-from core.run.log import read_records  # noqa: E402
 
 
 @dataclass

@@ -10,12 +10,12 @@ import torch
 
 import train
 from core.algorithm import load_algorithm
+from core.files import checkpoint
+from core.loop.ahead import Ahead
 from core.loop.open import _read_out, prepare
 from core.loop.run import Run
 from core.metrics import UpdateStats
 from core.optimizer import make_optimizer
-from core.run import checkpoint
-from core.run.ahead import Ahead
 from core.types import Played
 
 

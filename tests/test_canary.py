@@ -10,8 +10,7 @@ import pytest
 import torch
 from conftest import load_small
 
-from core import canary
-from core.run import diagnostics
+from core import canary, diagnostics
 from core.sampler import TorchSampler
 from core.types import Completion
 

@@ -17,8 +17,8 @@ from core.chat_template import prompt_ids
 from core.episodes import RolloutCollector
 from core.extras import chat
 from core.report import curves
-from core.run.console import printable
 from core.sampler import SamplingParams, TorchSampler
+from core.terminal.console import printable
 from core.tiny import tiny_tokenizer
 from core.types import Message
 from environments.base import EVAL_SEEDS, Env, Step

@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from core.config import Config
 from core.extras.opponents import saved_updates
 from core.faults import UsageError
-from core.loading import load_policy
-from core.optimizer import make_optimizer
-from core.run import checkpoint
-from core.run.checkpoint import (
+from core.files import checkpoint
+from core.files.checkpoint import (
     START,
     export_model,
     find_checkpoint,
@@ -25,6 +23,8 @@ from core.run.checkpoint import (
     load_older,
     save_checkpoint,
 )
+from core.loading import load_policy
+from core.optimizer import make_optimizer
 
 
 @pytest.fixture
@@ -37,7 +37,9 @@ def run(tmp_path, policy):
         policy.to_logits(policy.hidden_states(torch.tensor([[65, 66]]))[0]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return save_checkpoint(tmp_path, policy, optimizer, progress(update), writer=writer)
+        return save_checkpoint(
+            tmp_path, policy, optimizer, progress(update), start=writer and writer.start
+        )
 
     return tmp_path, policy, optimizer, save
 

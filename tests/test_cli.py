@@ -21,8 +21,8 @@ from core.algorithm import algorithm_names, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.faults import Fault, UsageError
-from core.run import cli
-from core.run.folder import config_to_dict, quoted, read_config
+from core.files.folder import config_to_dict, quoted, read_config
+from core.terminal import cli
 
 ROOT = Path(__file__).parent.parent
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from core.run.console import Display, print_line, sparkline
+from core.terminal.console import Display, print_line, sparkline
 from core.types import Rollout
 
 RECORD = {
@@ -79,7 +79,7 @@ def test_the_screen_says_how_far_the_run_is_and_for_how_long(monkeypatch):
     """The third of five updates, 10 s after the first: two more take 10 s."""
     monkeypatch.setenv("TERM", "xterm-256color")
     clock, console = [0.0], Console(file=io.StringIO(), width=80, force_terminal=True)
-    monkeypatch.setattr("core.run.console.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("core.terminal.console.time.monotonic", lambda: clock[0])
     with Display("x", console, num_updates=5) as display:
         display.progress.get_time = lambda: clock[0]
         with display.phase("rollouts", 4) as phase:

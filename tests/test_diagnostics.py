@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from algorithms import grpo
+from core import diagnostics
 from core.config import KNOWN, Config, resolve
-from core.run import cli, diagnostics
-from core.run.checkpoint import find_checkpoint
-from core.run.log import read_records
+from core.files.checkpoint import find_checkpoint
+from core.files.log import read_records
+from core.terminal import cli
 from core.warning_texts import WARNINGS
 from environments import base
 from environments.plumbing import registry

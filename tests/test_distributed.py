@@ -15,9 +15,9 @@ from conftest import PROGRAM, metrics_of, rollouts_of
 from core import distributed
 from core.batching import to_tokens
 from core.faults import Stopped, UsageError
-from core.run import cli
-from core.run import folder as run_dir
+from core.files import folder as run_dir
 from core.scoring import score_tokens
+from core.terminal import cli
 
 ROOT = Path(__file__).parent.parent
 SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4

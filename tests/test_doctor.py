@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from core.files.log import read_records
 from core.report import doctor
-from core.run.log import read_records
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
 

@@ -15,7 +15,7 @@ from core import evaluation, metrics
 from core.config import Config
 from core.episodes import MAX_DRAWS, RolloutCollector
 from core.faults import UsageError
-from core.run.checkpoint import find_checkpoint
+from core.files.checkpoint import find_checkpoint
 from core.selection import drop_failed
 from core.tasks import Task
 from environments.base import (

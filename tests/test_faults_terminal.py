@@ -10,10 +10,10 @@ from rich.console import Console
 from core import config, report
 from core.extras import chat
 from core.faults import UsageError
+from core.files import folder as run_dir
 from core.report import curves
-from core.run import cli, interrupt
-from core.run import folder as run_dir
-from core.run.console import Display
+from core.terminal import cli, interrupt
+from core.terminal.console import Display
 from core.types import Rollout
 from environments import __main__ as play
 from environments.base import Env, Step

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.run import checkpoint
-from core.run.files import published, sealed, unseal
+from core.files import checkpoint
+from core.files.atomic import published, sealed, unseal
 from core.tiny import tiny_tokenizer
 
 

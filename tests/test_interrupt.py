@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.faults import Stopped
-from core.run.interrupt import Interrupt, end_start, set_hooks
+from core.terminal.interrupt import Interrupt, end_start, set_hooks
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,7 +90,7 @@ def test_ctrl_c_in_the_start_ends_at_once():
     """Also where a library would catch an exception."""
     code = """
 import signal
-from core.run.interrupt import set_hooks
+from core.terminal.interrupt import set_hooks
 set_hooks()
 try:
     signal.raise_signal(signal.SIGINT)

@@ -4,13 +4,12 @@ import pytest
 import torch
 from conftest import load_small, rollouts_of
 
-from core import batching
+from core import batching, memory
 from core.config import Config, resolve
 from core.faults import OutOfMemory, ran_out
+from core.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
 from core.optimizer import make_optimizer
 from core.policy import Policy
-from core.run import memory
-from core.run.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
 from core.scoring import predict
 
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from core.config import Config
 from core.faults import UsageError
+from core.files.checkpoint import export_model
+from core.files.models import folder_of, load_exported
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.policy import max_logits
-from core.run.checkpoint import export_model
-from core.run.models import folder_of, load_exported
 from core.tiny import PRETRAINED, write_tiny
 
 IDS = torch.tensor([[65, 66, 67, 68]])

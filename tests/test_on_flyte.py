@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from core.files.log import read_records
 from core.results import accuracy_of
-from core.run import cli
-from core.run.log import read_records
+from core.terminal import cli
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "runs"))

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 import train
 from core import distributed
 from core.faults import Stopped
+from core.files.checkpoint import find_checkpoint
+from core.files.log import read_records
 from core.loop import play
-from core.run.ahead import Ahead, copy_of
-from core.run.checkpoint import find_checkpoint
-from core.run.interrupt import Interrupt
-from core.run.log import read_records
+from core.loop.ahead import Ahead, copy_of
 from core.sampler import Sampler
+from core.terminal.interrupt import Interrupt
 
 SMALL = """--num-updates 3 --num-prompts 2 --group-size 4 --eval-num-tasks 4 --eval-every 2
     --save-every 1 --max-tokens 16 --lr 1e-3 --device cpu""".split()

@@ -13,9 +13,9 @@ import train
 from core import tasks
 from core.config import Config
 from core.faults import UsageError
+from core.files.folder import read_settings
+from core.files.log import read_records
 from core.report.summary import repeat_command
-from core.run.folder import read_settings
-from core.run.log import read_records
 from environments.base import Env, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import (

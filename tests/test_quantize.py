@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 
 from core.config import Config
+from core.files.checkpoint import export_model
+from core.files.models import folder_of, load_exported
 from core.loading import load_policy
-from core.run.checkpoint import export_model
-from core.run.models import folder_of, load_exported
 from core.sampler import SamplingParams, TorchSampler
 from runs.families.families import train
 

@@ -13,9 +13,9 @@ from conftest import needs
 
 from core import config
 from core.extras import chat
+from core.files.log import read_records
 from core.results import accuracy_of, before_after
-from core.run import cli
-from core.run.log import read_records
+from core.terminal import cli
 from environments.plumbing.check import check_env
 
 ROOT = Path(__file__).parent.parent

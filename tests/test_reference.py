@@ -9,7 +9,7 @@ from conftest import save_small
 from core.config import Config
 from core.faults import UsageError
 from core.loading import load_policy
-from core.run.reference import freeze_reference, load_teacher, reference_bytes
+from core.loop.reference import freeze_reference, load_teacher, reference_bytes
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from core.faults import UsageError
+from core.files import log as run_log
+from core.files.log import RunLog, read_records, rewind
 from core.report.page import pack_rollouts
-from core.run import log as run_log
-from core.run.log import RunLog, read_records, rewind
 from core.types import Rollout, Turn
 
 CONFIG = {"algo": "grpo", "env": ["letter_counting"], "model_id": "tiny", "seed": 0}

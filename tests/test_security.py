@@ -22,10 +22,10 @@ from core import config
 from core.config import Config
 from core.extras import chat
 from core.faults import UsageError
+from core.files.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.run import cli
-from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
+from core.terminal import cli
 from environments.adapters.remote import RemoteError
 from environments.base import EnvFailure
 from environments.plumbing import registry

@@ -25,10 +25,10 @@ from core.config import Config, resolve
 from core.extras import server_sampler
 from core.extras.server_sampler import SAMPLE, ServerSampler
 from core.faults import UsageError
+from core.files.checkpoint import find_checkpoint
+from core.files.log import read_records
 from core.loading import load_policy
 from core.loop import play
-from core.run.checkpoint import find_checkpoint
-from core.run.log import read_records
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.seeds import derive_seed
 from core.tiny import PRETRAINED

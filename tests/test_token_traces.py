@@ -8,8 +8,8 @@ from conftest import metrics_of
 
 from core.batching import to_tokens
 from core.config import Config
+from core.files.log import read_records
 from core.report.token_traces import _movement, choose_groups, pieces, trace_tokens
-from core.run.log import read_records
 from core.scoring import score_tokens
 from core.types import Rollout, Turn
 from environments.base import Env, Step

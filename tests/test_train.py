@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from core.faults import UsageError
-from core.run import checkpoint
+from core.files import checkpoint
 from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry

@@ -6,9 +6,9 @@ from threading import Event
 import pytest
 from rich.console import Console
 
-from core.run import writer as writer_module
-from core.run.console import Display
-from core.run.writer import Writer
+from core.loop import writer as writer_module
+from core.loop.writer import Writer
+from core.terminal.console import Display
 
 FULL = OSError(28, "No space left on device")
 

@@ -12,7 +12,7 @@ each answer as the token ids that were sampled, as training does. Without a term
 the input is one message. Answers go to stdout, everything else goes to stderr.
 """
 
-from core.run import cli
+from core.terminal import cli
 
 # isort: split
 import copy
@@ -36,8 +36,8 @@ from algorithms.options import Range
 from core import config, tasks
 from core.config import Config, Count
 from core.faults import Fault, UsageError
-from core.run.files import scratch_folder
-from core.run.folder import read_config
+from core.files.atomic import scratch_folder
+from core.files.folder import read_config
 from core.types import Completion, Message, Rollout
 from environments.base import RunInfo
 from environments.plumbing.registry import begin_run
@@ -146,13 +146,13 @@ from core.chat_template import Schema, clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import agents, tools
+from core.files.checkpoint import base_model, copy_weights, find_checkpoint
+from core.files.log import METRICS, read_records
+from core.files.models import folder_of, load_exported, untrained
 from core.loading import has_adapters, load_policy
+from core.memory import out_of_memory_as_one_line
 from core.policy import Policy
 from core.report.summary import num_updates
-from core.run.checkpoint import base_model, copy_weights, find_checkpoint
-from core.run.log import METRICS, read_records
-from core.run.memory import out_of_memory_as_one_line
-from core.run.models import folder_of, load_exported, untrained
 from core.sampler import SamplingParams, TorchSampler, draw, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task

@@ -28,11 +28,11 @@ from core.config import Config, older_interval, opponents
 from core.context import Agent
 from core.episodes import Episode, Wanted
 from core.faults import UsageError
+from core.files.atomic import remove, sealed, unseal
+from core.files.checkpoint import UNFINISHED, copy_weights, save_weights
+from core.files.models import load_exported
 from core.policy import Policy, borrowed
 from core.pool import EnvCall
-from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
-from core.run.files import remove, sealed, unseal
-from core.run.models import load_exported
 from core.sampler import Request, Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task

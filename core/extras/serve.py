@@ -21,8 +21,8 @@ from core.config import Config
 from core.extras import chat
 from core.extras.agents import Conversations, Prompt, differences, matcher
 from core.faults import UsageError
-from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler, draw
+from core.terminal import cli
 from core.types import Rollout
 from environments.adapters.endpoint import Ask, Endpoint, Refused
 

@@ -12,14 +12,14 @@ from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.faults import Stopped
+from core.files.log import RunLog
 from core.metrics import by_seat, opening_of, pass_at_k
-from core.run.console import Display
-from core.run.interrupt import Interrupt
-from core.run.log import RunLog
 from core.sampler import Sampler, SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.selection import drop_failed
 from core.tasks import Task, eval_tasks, held_out_envs
+from core.terminal.console import Display
+from core.terminal.interrupt import Interrupt
 from core.types import Rollout
 
 LOGGED_ROLLOUTS = 8  # of each environment, in rollouts.jsonl; all with --sampler openai

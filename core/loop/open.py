@@ -21,6 +21,7 @@ from core import (
     distributed,
     evaluation,
     feedback,
+    memory,
     observations,
     scoring,
     tasks,
@@ -30,28 +31,28 @@ from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped, UsageError
+from core.files import checkpoint
+from core.files import folder as run_dir
+from core.files import log as run_log
+from core.files.atomic import scratch_folder
+from core.files.models import folder_of as folder_of_model
 from core.loading import load_policy
+from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
+from core.loop.reference import load_teacher, reference_bytes
 from core.loop.run import Run
+from core.loop.writer import Writer
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
-from core.policy import Policy
+from core.policy import Policy, Weights
 from core.pool import is_program as is_agent_program
 from core.report import write_pages
 from core.report.doctor import final_lines
-from core.run import checkpoint, cli, memory
-from core.run import folder as run_dir
-from core.run import log as run_log
-from core.run.ahead import Ahead
-from core.run.console import Display, print_line
-from core.run.files import scratch_folder
-from core.run.interrupt import Interrupt, is_program
-from core.run.models import folder_of as folder_of_model
-from core.run.reference import load_teacher, reference_bytes
-from core.run.staleness import Weights
-from core.run.writer import Writer
 from core.sampler import Sampler, TorchSampler
+from core.terminal import cli
+from core.terminal.console import Display, print_line
+from core.terminal.interrupt import Interrupt, is_program
 from environments import Env, rewarded
 from environments.base import RunInfo
 from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings

@@ -9,15 +9,14 @@ from typing import Any
 
 from core import config, distributed
 from core.config import Config
+from core.files import checkpoint
+from core.files import folder as run_dir
+from core.files.log import RunLog
+from core.loop.writer import Writer
 from core.optimizer import MasterAdamW
-from core.policy import Policy
+from core.policy import Policy, Weights
 from core.report import write_pages
-from core.run import checkpoint
-from core.run import folder as run_dir
-from core.run.console import Display
-from core.run.log import RunLog
-from core.run.staleness import Weights
-from core.run.writer import Writer
+from core.terminal.console import Display
 from environments.plumbing.registry import EnvSpec
 
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
@@ -51,7 +50,7 @@ class Outputs:
         self.writer.wait()  # for the one before
         progress = copy.deepcopy(progress) | self.run_log.sync()
         self.saved = checkpoint.save_checkpoint(
-            self.folder, policy, optimizer, progress, older, self.writer
+            self.folder, policy, optimizer, progress, older, self.writer.start
         )
         return True
 

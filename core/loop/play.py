@@ -11,9 +11,9 @@ from time import perf_counter
 from core import canary, observations, selection, tasks
 from core.canary import Canary
 from core.loop.run import Run
+from core.loop.staleness import older_weights
 from core.metrics import is_correct
 from core.policy import Policy
-from core.run.staleness import older_weights
 from core.sampler import Sampler, SamplingParams
 from core.seeds import SAMPLING, derive_seed
 from core.types import Played, Rollout

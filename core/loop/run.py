@@ -10,25 +10,23 @@ from typing import Any
 from torch import Tensor
 
 from algorithms.kl import weighted_kl
-from core import distributed, scoring
+from core import diagnostics, distributed, scoring
 from core.algorithm import Algorithm
 from core.batching import Batch
 from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
+from core.files import log as run_log
+from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.metrics import UpdateStats, rollout_metrics
 from core.optimizer import MasterAdamW
-from core.policy import Policy
+from core.policy import Policy, Weights
 from core.report.token_traces import trace_tokens
-from core.run import diagnostics
-from core.run import log as run_log
-from core.run.ahead import Ahead
-from core.run.console import Display
-from core.run.interrupt import Interrupt
-from core.run.staleness import Weights
 from core.sampler import Sampler
+from core.terminal.console import Display
+from core.terminal.interrupt import Interrupt
 from core.types import Rollout
 from environments.base import RunInfo
 

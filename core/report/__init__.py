@@ -16,11 +16,11 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
     `config` holds the settings of the run, as config.yaml does. Returns a line for each page that
     cannot be made of this log; the others are written. Raises OSError if the disk fails.
     """
+    from core.files.log import METRICS, read_records
     from core.report import doctor
     from core.report.curves import draw_curves  # imports matplotlib, which takes a second
     from core.report.page import write_page
     from core.report.summary import algorithm_title, write_readme
-    from core.run.log import METRICS, read_records
 
     records = read_records(run_dir / METRICS)
     envs = " ".join(EnvSpec(env).short for env in config["env"])

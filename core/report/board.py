@@ -21,8 +21,7 @@ from typing import Any
 
 from core.faults import UsageError
 from core.report.summary import algorithm_title, minutes, sampled_tokens
-from core.results import accuracy_of, before_after
-from core.run.log import Record
+from core.results import Record, accuracy_of, before_after
 from environments.plumbing.registry import EnvSpec
 
 TOLERANCE = 1.05  # of the budget

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from core.run import cli
+from core.terminal import cli
 
 if __name__ == "__main__":
     cli.need_temporary_folder("core.report.compare")
@@ -26,6 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from core.faults import UsageError
+from core.files.folder import read_settings
+from core.files.log import METRICS, read_records
 from core.report import board as boards
 from core.report.curves import draw_comparison
 from core.report.page import write_page
@@ -36,9 +38,7 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
-from core.results import accuracy_of, before_after
-from core.run.folder import read_settings
-from core.run.log import METRICS, Record, read_records
+from core.results import Record, accuracy_of, before_after
 from environments.plumbing.registry import EnvSpec
 from environments.plumbing.text import printable
 

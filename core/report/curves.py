@@ -11,10 +11,9 @@ matplotlib.use("Agg")  # draws to files, so needs no window system
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from core.files.atomic import published
 from core.report.summary import TARGET_ACCURACY, accuracy_by_tokens, logged_warnings, reported
-from core.results import before_after
-from core.run.files import published
-from core.run.log import Record
+from core.results import Record, before_after
 
 INK, GRID = "#2b2b33", "#e4e4ea"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"

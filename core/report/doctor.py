@@ -14,14 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core import diagnostics
 from core.algorithm import name_of
 from core.config import trust_flags
 from core.faults import UsageError
+from core.files.folder import again, quoted, read_settings
+from core.files.log import METRICS, ROLLOUTS, iter_records, read_records
 from core.report.summary import logged_warnings, num_updates
-from core.results import accuracy_of, before_after
-from core.run import cli, diagnostics
-from core.run.folder import again, quoted, read_settings
-from core.run.log import METRICS, ROLLOUTS, Record, iter_records, read_records
+from core.results import Record, accuracy_of, before_after
+from core.terminal import cli
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import relative
 from environments.plumbing.text import printable

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from core.files.atomic import published
+from core.files.folder import by_flag
+from core.files.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, iter_records, read_records
 from core.report.doctor import findings
 from core.report.summary import (
     algorithm_title,
@@ -25,10 +28,7 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
-from core.results import before_after
-from core.run.files import published
-from core.run.folder import by_flag
-from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
+from core.results import Record, before_after
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import EnvSpec, meanings
 from environments.plumbing.text import printable_json

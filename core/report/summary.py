@@ -6,10 +6,9 @@ from typing import Any
 
 from core.algorithm import name_of, title_of
 from core.config import trust_flags
-from core.results import accuracy_of, before_after
-from core.run.files import published
-from core.run.folder import again
-from core.run.log import Record
+from core.files.atomic import published
+from core.files.folder import again
+from core.results import Record, accuracy_of, before_after
 from environments.plumbing.registry import EnvSpec
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy

@@ -29,7 +29,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from core.run import cli
+from core.terminal import cli
 
 SCRIPT = Path(__file__).resolve().with_name("gpu_steps.py")
 ANSWER = "answer: "  # begins the line in which a step prints what it found

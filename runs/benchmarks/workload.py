@@ -90,7 +90,7 @@ def save_smollm2(folder: str) -> int:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from core.run.smollm2 import smollm2_folder
+    from core.files.smollm2 import smollm2_folder
 
     converted = smollm2_folder()
     tokenizer = AutoTokenizer.from_pretrained(converted)

@@ -26,10 +26,16 @@ from figures import figure, panel  # noqa: E402
 from torch.nn.functional import dropout  # noqa: E402
 
 import train  # noqa: E402
-from core import context, optimizer, policy, sampler, tasks  # noqa: E402
+from core import (  # noqa: E402
+    context,
+    diagnostics,
+    optimizer,
+    policy,
+    sampler,
+    tasks,
+)
 from core.loop import open as opening  # noqa: E402
 from core.report.curves import INK, RED  # noqa: E402
-from core.run import diagnostics  # noqa: E402
 from core.types import Completion  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 

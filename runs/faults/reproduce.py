@@ -45,7 +45,7 @@ SETTINGS = {
     "reference": "--algo grpo --kl-coef 0.1 --filter-groups 1",
 }
 WAYS = ("kill", "write", "power", "full")
-WRITERS = ("MainThread", "writer")  # threads: the run's own, and that of core/run/writer.py
+WRITERS = ("MainThread", "writer")  # threads: the run's own, and that of core/loop/writer.py
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 TIMEOUT = 60  # seconds for a process, which takes one or two
 NEW_USER, NEW_MOUNTS, PRIVATE = 0x10000000, 0x20000, 0x44000  # of unshare and mount, in Linux
@@ -165,7 +165,7 @@ def train_in_child(args: list[str], folder: str, death: Death) -> None:
         mount_small_disk(death.size)
     watch(death)
     import train
-    from core.run import interrupt
+    from core.terminal import interrupt
 
     interrupt.set_hooks()
     try:

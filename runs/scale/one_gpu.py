@@ -22,7 +22,7 @@ import tyro
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from core.config import resolve
-from core.run import cli
+from core.terminal import cli
 from environments.plumbing import processes
 from runs.scale.with_server import free_port, server_command, started
 

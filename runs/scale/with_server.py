@@ -26,9 +26,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import train
 from core.config import ADAPTERS_ONLY, RUNS, Config, is_installed, resolve
 from core.faults import UsageError
+from core.files.models import folder_of
 from core.loading import pick_device
-from core.run import cli
-from core.run.models import folder_of
+from core.terminal import cli
 from environments.plumbing import processes
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM takes

@@ -14,7 +14,7 @@ import math
 import statistics
 
 from core.config import KNOWN, Config, needs
-from core.run.log import Record
+from core.results import Record
 from core.warning_texts import WARNINGS
 
 CONFIG = Config(lr=5e-5)  # where no settings are given
@@ -24,7 +24,7 @@ ADVICE = {  # what to try with these models if no reward was earned
     "tiny": "what tiny was pretrained on, which is all that it can do (--env "
     f"{' '.join(KNOWN)}); for other tasks a warm start with --sft-steps 200, where the environment"
     " has demonstrations, or a model that follows instructions, such as --model-id smollm2"
-    " (core/run/smollm2.py)",
+    " (core/files/smollm2.py)",
     "tiny-random": "a warm start with --sft-steps 800, as its weights are random, or --model-id"
     " tiny",
 }

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from core.faults import UsageError
-from core.run.files import flush, published, sync
+from core.files.atomic import flush, published, sync
+from core.results import Record
 from core.types import Rollout
 
 METRICS, ROLLOUTS, OLD_ROLLOUTS = "metrics.jsonl", "rollouts.jsonl", "rollouts.old.jsonl"
 ROLLOUTS_BYTES = 50_000_000  # size at which rollouts.jsonl is rotated
-
-Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 
 
 class RunLog:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-from core.run.console import Display
-from core.run.interrupt import is_program
+from core.terminal.console import Display
+from core.terminal.interrupt import is_program
 
 PATIENCE, POLL = 1.0, 0.1  # seconds of waiting before there is a line, and between its updates
 MB = 10**6

@@ -7,7 +7,7 @@
         state.json                       progress, settings, and checksums of the other files
 
 A checkpoint is copied to the host's memory, if there is enough, and written while training goes on
-(core/run/writer.py): under another name, flushed to disk and renamed, so it is complete as soon as
+(core/loop/writer.py): under another name, flushed to disk and renamed, so it is complete as soon as
 it exists. The two newest are kept, and a damaged one is skipped when a run resumes. The first is of
 the warm start or of update 1: a run that is killed before it is written starts again. Random states
 are not saved: every update derives its seeds from --seed and its own number.
@@ -30,14 +30,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from core import distributed
 from core.config import TINY
 from core.faults import UsageError, ran_out
+from core.files.atomic import PART, flush, published, remove, sealed, unseal
+from core.files.folder import train_command
+from core.files.log import METRICS, iter_records
+from core.memory import host_free_bytes
 from core.optimizer import MasterAdamW, pinned_copy
-from core.policy import Policy
-from core.run.files import PART, flush, published, remove, sealed, unseal
-from core.run.folder import train_command
-from core.run.log import METRICS, iter_records
-from core.run.memory import host_free_bytes
-from core.run.staleness import Weights
-from core.run.writer import Writer
+from core.policy import Policy, Weights
+
+# calls what writes into a folder, and about how many bytes
+Start = Callable[[Callable[[], None], Path, int], None]
 
 KEEP = 2  # checkpoints
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
@@ -65,14 +66,14 @@ def save_checkpoint(
     optimizer: MasterAdamW,
     progress: dict[str, Any],
     older: Sequence[Weights] = (),
-    writer: Writer | None = None,
+    start: Start | None = None,
 ) -> Path:
     """Write a checkpoint of the run folder `run` and return its folder; delete old ones.
 
-    `progress` has at least "sft_step" and "update"; `older`: see core/run/staleness.py. All ranks
-    call it, and rank 0 writes. With a `writer`, which must not be writing, this returns once all
-    tensors are copied, unless the copy would take too much memory. Raises OSError, or the writer
-    does, if the disk is full or read-only; then the earlier checkpoints are unchanged.
+    `progress` has at least "sft_step" and "update"; `older`: see core/loop/staleness.py. All ranks
+    call it, and rank 0 writes. `start` lets a thread write (core/loop/writer.py): then this
+    returns once all tensors are copied, unless the copy would take too much memory. Raises OSError,
+    or that thread does, if the disk is full or read-only; earlier checkpoints are unchanged then.
     """
     optimizer_state = optimizer.state_dict()  # from all ranks
     target = folder_of(run, progress)
@@ -87,12 +88,12 @@ def save_checkpoint(
     sizes: list[int] = []
     _each(lambda value: sizes.append(getattr(value, "nbytes", 0)), state)
     num_bytes = sum(sizes)
-    copied = _copy_on_host(state, num_bytes) if writer is not None else None
+    copied = _copy_on_host(state, num_bytes) if start is not None else None
     write = partial(_write, target, facts, copied or state, list(older))
-    if writer is None or copied is None:
+    if start is None or copied is None:
         write()
     else:
-        writer.start(write, target.with_name(f"{PART}{target.name}"), num_bytes)
+        start(write, target.with_name(f"{PART}{target.name}"), num_bytes)
     return target
 
 

@@ -10,12 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-
-from core.policy import Policy, borrowed, copy_weights
+from core.policy import Policy, Weights, borrowed, copy_weights
 from core.sampler import Sampler
-
-Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
 
 
 @contextmanager
@@ -26,7 +22,7 @@ def older_weights(
 
     `older` has the weights of the last updates, the oldest first; those of this update join it at
     the end, unless the sampling fails. With `maxlen` 0 nothing happens. `sampled`: a copy of the
-    policy has done so before (core/run/ahead.py), so the policy keeps its weights.
+    policy has done so before (core/loop/ahead.py), so the policy keeps its weights.
     """
     if older.maxlen == 0:
         yield

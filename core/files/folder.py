@@ -39,7 +39,7 @@ from core.config import (
     trust_flags,
 )
 from core.faults import CannotWrite, UsageError
-from core.run.files import PART, published, remove
+from core.files.atomic import PART, published, remove
 from environments.plumbing.registry import EnvSpec
 
 DISK_ERRORS = {

@@ -15,11 +15,11 @@ from typing import Any
 from core import distributed
 from core.config import Config
 from core.faults import UsageError
+from core.files.atomic import sealed, unseal
+from core.files.checkpoint import copy_weights, save_weights
+from core.files.models import folder_of, untrained
 from core.loading import load_policy
 from core.policy import Policy
-from core.run.checkpoint import copy_weights, save_weights
-from core.run.files import sealed, unseal
-from core.run.models import folder_of, untrained
 
 FOLDER = "reference"
 

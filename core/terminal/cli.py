@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from core.run import interrupt
+from core.terminal import interrupt
 from environments.plumbing.text import print_any_character
 
 if interrupt.is_program():
@@ -28,7 +28,7 @@ from core import config
 from core.algorithm import name_of
 from core.config import FREE_ON_RESUME, Config
 from core.faults import Fault, RankLost, Stopped, UsageError
-from core.run.folder import (
+from core.files.folder import (
     DISK_ERRORS,
     as_config,
     changed_settings,

@@ -16,9 +16,8 @@ from torch import Tensor
 from core.calls import in_thread
 from core.canary import Canary
 from core.faults import Stopped
-from core.policy import Policy, copy_weights
-from core.run.interrupt import Interrupt
-from core.run.staleness import Weights
+from core.policy import Policy, Weights, copy_weights
+from core.terminal.interrupt import Interrupt
 from core.types import Played
 
 LINE = 64  # bytes of a cache line, and of a register of AVX-512

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core.faults import UsageError
-from core.run.files import sealed, unseal
+from core.files.atomic import sealed, unseal
 
 NUM_BYTES = 270_000_000  # of the converted model
 CONTROL = 3  # GGUF's type of special tokens

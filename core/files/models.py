@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from core.config import SMOLLM2, TINY, Config
+from core.files.atomic import sealed, unseal
+from core.files.checkpoint import ADAPTERS, base_model
+from core.files.folder import read_settings
 from core.loading import load_policy
 from core.policy import Policy
-from core.run.checkpoint import ADAPTERS, base_model
-from core.run.files import sealed, unseal
-from core.run.folder import read_settings
 from core.tiny import PRETRAINED, write_tiny
 
 
@@ -41,7 +41,7 @@ def folder_of(model_id: str, tiny_folder: Path | None = None, seed: int = 0) -> 
     `tiny_folder`: a run's own copy of tiny, and of tiny-random, whose weights `seed` determines.
     """
     if model_id == SMOLLM2:
-        from core.run.smollm2 import smollm2_folder
+        from core.files.smollm2 import smollm2_folder
 
         return str(smollm2_folder())
     if model_id not in TINY:

@@ -22,7 +22,7 @@ from environments.plumbing.text import printable
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 10  # per phase, without a live display
 MAX_SHOWN = 600  # characters of a message
-METRICS = {  # metrics on display: label, format and meaning
+SHOWN = {  # metrics on display: label, format and meaning
     "reward/mean": ("reward", ".3f", ""),
     "reward/correct": ("correct", ".2f", ""),
     "length/mean": ("tokens", ".1f", ""),
@@ -99,7 +99,7 @@ class Display:
         The first time that a metric appears, a line says what it is.
         """
         self.updates_done.append((update, time.monotonic()))
-        shown = [n for n in METRICS if n in record] + [n for n in record if n.startswith("info/")]
+        shown = [n for n in SHOWN if n in record] + [n for n in record if n.startswith("info/")]
         for name in shown:
             label, _, meaning = self._look(name)
             if meaning and name not in self.history:
@@ -148,7 +148,7 @@ class Display:
     def _look(self, name: str) -> tuple[str, str, str]:
         """Label, format and meaning of a metric."""
         key = name.removeprefix("info/")
-        return METRICS.get(name, (key, ".2f", self.meanings.get(key, "")))
+        return SHOWN.get(name, (key, ".2f", self.meanings.get(key, "")))
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

@@ -1,0 +1,1 @@
+"""What a person meets in the terminal: the command line, the display, Ctrl-C."""
