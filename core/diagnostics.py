@@ -156,8 +156,8 @@ def _accuracy_fell(records: list[Record]) -> str:
         if not reward or reward[1] < reward[0]:
             continue
         for env in _evaluated(then, "ci_low"):
-            low, high = _finite(then, f"{env}/ci_low"), _finite(now, f"{env}/ci_high")
-            before, after = _finite(then, f"{env}/accuracy"), _finite(now, f"{env}/accuracy")
+            low, high = finite(then, f"{env}/ci_low"), finite(now, f"{env}/ci_high")
+            before, after = finite(then, f"{env}/accuracy"), finite(now, f"{env}/accuracy")
             if high < low and after < before:
                 return (f"since update {then['update']} reward rose from {reward[0]:.2f} to "
                         f"{reward[1]:.2f}, accuracy on {env.removeprefix('eval/')} fell from "
@@ -220,7 +220,7 @@ def _differing(recent: list[Record]) -> tuple[float, float]:
 def _equal_rewards(records: list[Record]) -> str:
     """Since the first update all rollouts have earned the same, and more than nothing."""
     updates = _updates(records)
-    returns = {_finite(r, f"reward/{end}") for r in updates for end in ("min", "max")}
+    returns = {finite(r, f"reward/{end}") for r in updates for end in ("min", "max")}
     if len(updates) < MIN_UPDATES or len(returns) > 1 or not min(returns) > 0:
         return ""
     return f"in all {len(updates)} updates so far every rollout has earned {min(returns):g}"
@@ -230,8 +230,8 @@ def _below_start(records: list[Record]) -> str:
     """Held-out accuracy is below that of the first evaluation, beyond both 95% intervals."""
     first, now = next(filter(_is_evaluation, records), {}), records[-1]
     for env in _evaluated(first, "ci_low"):
-        if _finite(now, f"{env}/ci_high") < _finite(first, f"{env}/ci_low"):
-            before, after = _finite(first, f"{env}/accuracy"), _finite(now, f"{env}/accuracy")
+        if finite(now, f"{env}/ci_high") < finite(first, f"{env}/ci_low"):
+            before, after = finite(first, f"{env}/accuracy"), finite(now, f"{env}/accuracy")
             return (f"accuracy on {env.removeprefix('eval/')} has fallen from {before:.2f} at the "
                     f"start to {after:.2f}")  # fmt: skip
     return ""
@@ -242,9 +242,9 @@ def _reward_fell(records: list[Record], cfg: Config) -> str:
     first, last = _updates(records)[:1], records[-MIN_UPDATES:]
     if not first or last[0].get("update", 0) <= first[0]["update"]:
         return ""
-    if len({_finite(r, "groups/level") for r in first + last if "groups/level" in r}) > 1:
+    if len({finite(r, "groups/level") for r in first + last if "groups/level" in r}) > 1:
         return ""
-    rewards, spreads = ([_finite(r, f"reward/{key}") for r in first + last]
+    rewards, spreads = ([finite(r, f"reward/{key}") for r in first + last]
                         for key in ("mean", "std"))  # fmt: skip
     start, highest = rewards[0], max(rewards[1:])
     clear = max(spreads) * max(MIN_FALL, CERTAIN_FALL / math.sqrt(cfg.num_prompts))
@@ -257,12 +257,12 @@ def _reward_fell(records: list[Record], cfg: Config) -> str:
 def _memorized(records: list[Record]) -> str:
     """Before update 1. A policy whose loss is l gives a demonstration of n tokens the probability
     exp(-l n), about. Had it learned the tasks, it would solve about that fraction of others."""
-    now, losses = records[-1], [_finite(r, "sft/loss") for r in records if "sft_step" in r][-3:]
+    now, losses = records[-1], [finite(r, "sft/loss") for r in records if "sft_step" in r][-3:]
     if now["update"] > 0 or not losses or not max(losses) < MAX_SFT_LOSS:
         return ""
     for env in _evaluated(now, "ci_high"):
-        expected = math.exp(-losses[-1] * _finite(now, f"{env}/tokens_mean"))
-        if _finite(now, f"{env}/ci_high") < expected / 2:
+        expected = math.exp(-losses[-1] * finite(now, f"{env}/tokens_mean"))
+        if finite(now, f"{env}/ci_high") < expected / 2:
             return (f"the loss of the warm start is {losses[-1]:.2g} nats per token, but accuracy "
                     f"on {env.removeprefix('eval/')} {now[f'{env}/accuracy']:.2f}")  # fmt: skip
     return ""
@@ -271,8 +271,8 @@ def _memorized(records: list[Record]) -> str:
 def _never_spread(records: list[Record]) -> str:
     """Since the first update no group had different returns, and not because they were right."""
     updates = _updates(records)
-    spread = any(_finite(r, "groups/zero_std_fraction") != 1 for r in updates)
-    solved = any(_finite(r, "groups/all_right") >= 1 - MAX_UNSOLVED for r in updates)
+    spread = any(finite(r, "groups/zero_std_fraction") != 1 for r in updates)
+    solved = any(finite(r, "groups/all_right") >= 1 - MAX_UNSOLVED for r in updates)
     if len(updates) < MIN_UPDATES or spread or solved:
         return ""
     return f"in all {len(updates)} updates so far, the returns within each group were equal"
@@ -281,7 +281,7 @@ def _never_spread(records: list[Record]) -> str:
 def _no_reward(records: list[Record]) -> str:
     """In every update so far all returns were equal, and none was above 0."""
     updates = _updates(records)
-    nothing = [_finite(r, "reward/min") == _finite(r, "reward/max") <= 0 for r in updates]
+    nothing = [finite(r, "reward/min") == finite(r, "reward/max") <= 0 for r in updates]
     if len(updates) < MIN_UPDATES or not all(nothing):
         return ""
     broken = mean_of(records[-WINDOW:], "info/agent_error")
@@ -304,7 +304,7 @@ def _sampler_gap(recent: list[Record], cfg: Config) -> str:
 
 
 def _stale_weights(recent: list[Record]) -> str:
-    lags = [_finite(record, "gap/canary") for record in recent[-2:]]
+    lags = [finite(record, "gap/canary") for record in recent[-2:]]
     if len(lags) < 2 or not all(lag >= MIN_LAG for lag in lags):  # NaN: not measured
         return ""
     return f"it lacks {min(lags):.2g} of an update, by the log-probs of a fixed text (gap/canary)"
@@ -312,8 +312,8 @@ def _stale_weights(recent: list[Record]) -> str:
 
 def _wrong_direction(recent: list[Record]) -> str:
     """Judged only where the update moved the policy further than rounding."""
-    values = [_finite(r, "update/direction") for r in recent[-MIN_UPDATES:]
-              if _finite(r, "update/moved") > 2 * _finite(r, "gap/logprob_mean")]  # fmt: skip
+    values = [finite(r, "update/direction") for r in recent[-MIN_UPDATES:]
+              if finite(r, "update/moved") > 2 * finite(r, "gap/logprob_mean")]  # fmt: skip
     if len(values) < MIN_UPDATES or not statistics.fmean(values) < MIN_DIRECTION:
         return ""
     return (f"returns and the changes of log-probs correlate by {statistics.fmean(values):.2f} in "
@@ -328,14 +328,14 @@ def _same_tasks(recent: list[Record]) -> str:
 
 def _tokens_left_out(recent: list[Record], cfg: Config) -> str:
     last = recent[-MIN_UPDATES:]
-    lost = [_finite(r, "tokens/sampled") - _finite(r, "tokens/trained") for r in last]
-    dropped = [_finite(r, "episodes/failed") for r in last if r.get("episodes/failed")]
+    lost = [finite(r, "tokens/sampled") - finite(r, "tokens/trained") for r in last]
+    dropped = [finite(r, "episodes/failed") for r in last if r.get("episodes/failed")]
     if dropped or cfg.filter_groups or cfg.mask_truncated_completions:
         return ""
     if len(lost) < MIN_UPDATES or not all(abs(tokens) > 0 for tokens in lost):  # NaN: not measured
         return ""
-    return (f"{_finite(last[-1], 'tokens/sampled'):.0f} tokens were sampled, "
-            f"{_finite(last[-1], 'tokens/trained'):.0f} are in the loss")  # fmt: skip
+    return (f"{finite(last[-1], 'tokens/sampled'):.0f} tokens were sampled, "
+            f"{finite(last[-1], 'tokens/trained'):.0f} are in the loss")  # fmt: skip
 
 
 def _loss_weight(recent: list[Record], cfg: Config) -> str:
@@ -353,19 +353,19 @@ def _reference_moves(records: list[Record]) -> str:
     if len(last) < MIN_UPDATES:
         return ""
     for before, now in itertools.pairwise(last):
-        moved = _finite(before, "update/moved")
-        noise = max(1e-3, 3 * _finite(before, "gap/logprob_mean"))
-        if not (moved > noise and _finite(now, "kl/reference") < moved**2 / 20):
+        moved = finite(before, "update/moved")
+        noise = max(1e-3, 3 * finite(before, "gap/logprob_mean"))
+        if not (moved > noise and finite(now, "kl/reference") < moved**2 / 20):
             return ""
-    return (f"the KL to the reference is {_finite(last[-1], 'kl/reference'):.2g} although the "
-            f"update before moved the policy by {_finite(last[-2], 'update/moved'):.2g} nats "
+    return (f"the KL to the reference is {finite(last[-1], 'kl/reference'):.2g} although the "
+            f"update before moved the policy by {finite(last[-2], 'update/moved'):.2g} nats "
             "per token")  # fmt: skip
 
 
 def _value_head_frozen(recent: list[Record]) -> str:
     """The values explain exactly 0 where all are 0; and where all returns are equal, left out."""
     judged = [r for r in recent if "value/loss" in r
-              and _finite(r, "reward/min") != _finite(r, "reward/max")]  # fmt: skip
+              and finite(r, "reward/min") != finite(r, "reward/max")]  # fmt: skip
     explained = _last(judged, "baseline/explained_variance")
     if not explained or any(explained):
         return ""
@@ -376,8 +376,8 @@ def _held_out_seen(now: Record, cfg: Config) -> str:
     """Only where nearly each episode is a task with an opening of its own: in games training has
     the same openings anyway."""
     for env in _evaluated(now, "seen"):
-        seen, openings = _finite(now, f"{env}/seen"), _finite(now, f"{env}/openings")
-        many = openings == _finite(now, f"{env}/tasks") >= MANY_TASKS * cfg.eval_num_tasks
+        seen, openings = finite(now, f"{env}/seen"), finite(now, f"{env}/openings")
+        many = openings == finite(now, f"{env}/tasks") >= MANY_TASKS * cfg.eval_num_tasks
         if seen > MAX_SEEN and many:
             return f"{seen:.0%} of the held-out tasks of {env.removeprefix('eval/')} were sampled"
     return ""
@@ -395,7 +395,7 @@ def _updates(records: list[Record]) -> list[Record]:
     return [r for r in records if (r.get("update") or 0) > 0]
 
 
-def _finite(record: Record, name: str) -> float:
+def finite(record: Record, name: str) -> float:
     """The value of a metric; NaN, with which every comparison is false, if there is no number."""
     value = record.get(name)
     return value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
@@ -403,7 +403,7 @@ def _finite(record: Record, name: str) -> float:
 
 def _known(records: list[Record], name: str) -> list[float]:
     """The finite values of a metric."""
-    return [value for r in records if not math.isnan(value := _finite(r, name))]
+    return [value for r in records if not math.isnan(value := finite(r, name))]
 
 
 def _values(records: list[Record], name: str) -> list[float]:

@@ -44,7 +44,15 @@ from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Message, Rollout
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EndRun, EnvFailure
+from environments.base import (
+    DEMO_SEEDS,
+    EVAL_SEEDS,
+    PLAYER,
+    TRAIN_SEEDS,
+    EndRun,
+    EnvFailure,
+    NoReward,
+)
 from environments.plumbing.registry import place_of
 from environments.plumbing.tools import name_of
 
@@ -211,7 +219,11 @@ class RolloutCollector:
             raise
         except BaseException as error:  # SystemExit too: an environment must not end the run
             self.fail(episode, error)
-            if isinstance(error, TimeLimit):  # its environment may still be at work: leave it alone
+            if isinstance(error, NoReward):
+                self.pool.give_back(env)
+            elif isinstance(
+                error, TimeLimit
+            ):  # its environment may still be at work: leave it alone
                 self.pool.lent.discard(env)
             else:
                 yield from self.pool.discard(env)
@@ -330,6 +342,7 @@ class RolloutCollector:
         for agent in episode.agents.values():
             agent.rollout.error = error_text(error)
             agent.rollout.env_failure = isinstance(error, EnvFailure)
+            agent.rollout.no_reward = isinstance(error, NoReward)
 
 
 def resume(play: Play, answers: list[Outcome]) -> Sequence[Wanted] | None:

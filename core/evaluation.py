@@ -16,8 +16,8 @@ from typing import Any
 from core import metrics
 from core.metrics import Tasks
 from core.pool import is_program
-from core.results import accuracy_of
-from core.selection import num_episodes
+from core.results import accuracy_of, never_right, return_of
+from core.selection import has_failed, num_episodes
 from core.tasks import Task
 from core.types import Rollout
 from environments.base import PLAYER, Env
@@ -28,7 +28,7 @@ def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Accuracy, return and length by environment, from one greedy rollout of each task."""
     counted = played(rollouts)
     found = metrics.eval_metrics(counted, metrics.distinct_tasks(counted))
-    failed = [rollout for rollout in rollouts if rollout.error]
+    failed = [*filter(has_failed, rollouts)]
     for env in dict.fromkeys(rollout.env for rollout in failed):
         found[f"eval/{env}/failed"] = num_episodes([r for r in failed if r.env == env])
     return found
@@ -44,7 +44,10 @@ def lines_about(
     lines, notes = [], []
     for seat, own in metrics.by_seat(counted).items():
         of = {name.removeprefix(f"eval/{seat}/"): value for name, value in found.items()}
-        lines.append(f"held-out accuracy at update {update}: {accuracy_of(seat, found)}  {seat}")
+        line = f"held-out accuracy at update {update}: {accuracy_of(seat, found)}  {seat}"
+        if never_right(seat, [found]):
+            line += f"  mean return {return_of(seat, found)}"
+        lines.append(line)
         episodes = len({rollout.seed for rollout in own})
         if is_first and min(of["tasks"], of["openings"]) < episodes:
             notes.append(f"{seat}: {episodes} episodes of {of['tasks']} different tasks, with "

@@ -19,7 +19,7 @@ from algorithms.tokens import Tokens, minus
 from core import distributed
 from core.batching import Batch
 from core.config import Config
-from core.selection import groups_with_spread, num_episodes
+from core.selection import groups_with_spread, has_failed, num_episodes
 from core.types import Rollout
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
@@ -112,12 +112,14 @@ def _add(sums: dict[str, float], to: dict[str, float]) -> None:
 def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     """Rewards, groups and lengths of the rollouts of one update (core/README.md has every name).
 
-    Rollouts whose environment failed count in "episodes/failed" and "tokens/sampled" only.
+    Rollouts without a reward count in "episodes/failed", "episodes/no_reward" and "tokens/sampled"
+    only.
     """
     rollouts = [rollout for rollout in sampled if not rollout.error]
     if not rollouts:  # opponents ended each episode before the policy acted (all failed: run ends)
         return {"tokens/sampled": 0}
-    played, failed = num_episodes(rollouts), num_episodes([r for r in sampled if r.error])
+    played, failed = num_episodes(rollouts), num_episodes([*filter(has_failed, sampled)])
+    unjudged = num_episodes([rollout for rollout in sampled if rollout.no_reward])
     returns = torch.tensor([r.episode_return for r in rollouts])
     turns = [turn for r in rollouts for turn in r.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
@@ -149,7 +151,8 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         "length/hit_token_limit": statistics.fmean(t.finish_reason == "length" for t in turns),
         "episodes/turns": len(turns) / len(rollouts),
         "episodes/truncated": statistics.fmean(r.episode_truncated for r in rollouts),
-        "episodes/failed": 1 - played / (played + failed),
+        "episodes/failed": 1 - (played + unjudged) / (played + unjudged + failed),
+        **({"episodes/no_reward": unjudged / (played + unjudged + failed)} if unjudged else {}),
         "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
         # how well the other rollouts of a group predict a return; PPO replaces it by that of its
         # value head (UpdateStats.means)

@@ -1,5 +1,7 @@
 """The held-out accuracy in the records of a run, without torch, so that reports start at once."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
@@ -13,6 +15,20 @@ def before_after(records: list[Record]) -> list[tuple[str, Record, Record]]:
     both = [k for k in evaluated[0] if k.endswith("/accuracy") and k in evaluated[-1]]
     names = [k[len("eval/") : -len("/accuracy")] for k in both if k.startswith("eval/")]
     return [(name, evaluated[0], evaluated[-1]) for name in names]
+
+
+def never_right(env: str, records: Sequence[Record]) -> bool:
+    """Whether no answer of the evaluations in these records counted as right: then the mean return
+    says more than the accuracy."""
+    return not any(record.get(f"eval/{env}/accuracy") for record in records)
+
+
+def return_of(env: str, record: Record) -> str:
+    """'0.35 [0.30, 0.40]': the mean return with its interval, if the returns have any spread."""
+    value, low, high = (record.get(f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
+    value = math.nan if value is None else value
+    has_interval = low is not None and not math.isnan(low)
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if has_interval else f"{value:.2f}"
 
 
 def accuracy_of(env: str, record: Record) -> str:

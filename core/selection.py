@@ -19,20 +19,25 @@ MAX_FAILED = 0.5  # fraction of an update's episodes
 
 
 def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rollout]:
-    """The rollouts whose environment did not fail; `say` prints a warning about the others.
+    """The rollouts that have a reward; `say` prints a warning about those whose environment failed.
 
     Raises EpisodesFailed if more than half failed.
     """
     usable = [rollout for rollout in rollouts if not rollout.error]
-    if failed := [rollout for rollout in rollouts if rollout.error]:
+    if failed := [rollout for rollout in rollouts if has_failed(rollout)]:
         first, count = failed[0], num_episodes(failed)
-        total = count + num_episodes(usable)
+        total = count + num_episodes([r for r in rollouts if not has_failed(r)])
         warning = (f"{count} of {total} episodes failed; the first one, {first.env} "
                    f"with seed {first.seed}: {first.error}").replace("\n", " ")  # fmt: skip
         if count > MAX_FAILED * total:
             raise EpisodesFailed(warning)
         say(warning)
     return usable
+
+
+def has_failed(rollout: Rollout) -> bool:
+    """Whether the environment failed; a rollout that nobody could judge has no reward either."""
+    return bool(rollout.error) and not rollout.no_reward
 
 
 def check_reward_parts(cfg: Config, rollouts: list[Rollout]) -> None:

@@ -60,6 +60,7 @@ class Rollout:
     episode_truncated: bool = False
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
     env_failure: bool = False  # it raised EnvFailure: neither trained on nor evaluated
+    no_reward: bool = False  # by NoReward, as nobody could judge it: no failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
     # what rollouts.jsonl has besides, where there is any: "tools", "opponents" and their messages,
     # "token_traces" (core/report/token_traces.py)

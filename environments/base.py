@@ -88,6 +88,11 @@ class EnvFailure(Exception):
     """
 
 
+class NoReward(EnvFailure):
+    """Nobody could judge a response. The episode is left out of its group, as one that failed, but
+    it is no failure: it is counted by itself, and never ends a run."""
+
+
 class EndRun(UsageError):
     """Ends the run with its message, not one episode: the numbers of the others are wrong, too."""
 

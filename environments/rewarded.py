@@ -6,8 +6,9 @@
 
 Each row has a prompt, a text or a list of messages, and any other columns. All completions that a
 rank samples at the same time are a batch; in training, groups lie side by side. Each function is
-called once for a batch. It receives lists, of the columns too (None where a row has no value), and
-returns a list with one number for each completion, or None where it does not apply:
+called once for a batch. It receives lists of its own, of the columns too (None where a row has no
+value), and returns a list with one number for each completion, or None or NaN where it does not
+apply:
 
     def accuracy(prompts, completions, answer, **columns):
         return [float(a in text) for text, a in zip(completions, answer)]
@@ -17,22 +18,25 @@ prompt is a list of messages, a completion is one, too, as in TRL. `async` funct
 together, and those of all batches in the same event loop. --env-timeout limits the call of all
 functions. After an exception they are called again for each row by itself, and the rows that fail
 cost only their own episodes. EnvFailure, anything but such a list, or only None from all functions
-fails every episode of the batch.
+for all completions fails every episode of the batch.
 
 As in TRL, a function may also ask for `completion_ids`, the sampled tokens of each completion;
 `trainer_state`, whose `global_step` of `max_steps` updates are complete; `log_extra(column,
 values)`, which adds one value to the info of each completion; and `log_metric(name, value)`, which
 adds the mean of the values that the functions log to the info of all.
 
-Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
-returned 1 or more; `info["reward_<name>"]` has the value of each, `info["weight_<name>"]` its
-weight if that is not 1. <name> is what follows the colon, with the file's before it
-(first_accuracy, second_accuracy) where the functions of two files have the same. `info["row"]`:
-FILE:LINE of the row.
+Reward: the sum of weight times value over the functions that apply. A completion to which none
+applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
+mean: the function `correct` returned `threshold` or more; by default it is the first one, and 1. A
+function of `correct` that is none of `reward` adds nothing to the reward. `info["reward_<name>"]`
+has the value of each, `info["weight_<name>"]` its weight if that is not 1. <name> is what follows
+the colon, with the file's before it (first_accuracy, second_accuracy) where the functions of two
+files have the same. `info["row"]`: FILE:LINE of the row.
 
-Of rows with the same prompt only the first one is kept. One prompt in eight is reserved for
-evaluation, decided by its text; where --eval-env names other data, both are used whole, and prompts
-that occur in both are not trained on.
+Of equal rows only the first one is kept. One prompt in eight is reserved for evaluation, decided by
+its text, or one row in eight if all have the same prompt; where that leaves none for one of both,
+all rows are for both. Where --eval-env names other data, both are used whole, and prompts that
+occur in both are not trained on.
 """
 
 import asyncio
@@ -58,6 +62,7 @@ from environments.base import (
     Env,
     EnvFailure,
     Message,
+    NoReward,
     RunInfo,
     Step,
     UsageError,
@@ -80,6 +85,8 @@ class TrainerState:
     max_steps: int = 0  # --num-updates
 
 
+OF_TEXTS = ("as the prompts are texts, each completion is one: for completion[0]['content'] make "
+            "each prompt a list of messages")  # fmt: skip
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 Source = tuple[str, str, str, str]  # data, config, split, and the column with the prompt
 
@@ -87,7 +94,9 @@ Source = tuple[str, str, str, str]  # data, config, split, and the column with t
 class Rewarded(Env):
     """`data`: FILE.jsonl, .json, .csv, .parquet, a data set of the hub or a folder with one, with
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
-    FILE.py:name or module:name; `weights`: of the functions, by default 1."""
+    FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
+    a response is right if this function, one of `reward` by its name or another one, returns as
+    much."""
 
     main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
 
@@ -99,11 +108,18 @@ class Rewarded(Env):
         prompt: str = "prompt",
         config: str = "",
         split: str = "train",
+        correct: str = "",
+        threshold: float = 1.0,
     ):
         if not data or not reward:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
+        weights = weights or (1.0,) * len(reward)
+        self.num_rewards = len(reward)
+        own = [name for name in reward if correct in (name, name.rpartition(":")[2])]
+        if ":" in correct and not own:
+            reward, weights, own = (*reward, correct), (*weights, 0.0), [correct]
         functions = [*map(import_attribute, reward)]
         names = [name.rpartition(":")[2] for name in reward]
         if len({*names}) < len(names):  # of several files
@@ -112,7 +128,10 @@ class Rewarded(Env):
         for name, function in zip(names, functions, strict=True):
             if not callable(function) or names.count(name) > 1:
                 raise UsageError(f"reward: {name} is no function, or given twice")
-        weights = weights or (1.0,) * len(names)
+        if correct and len(own) != 1:
+            raise UsageError(f"correct={correct}: name one of {' '.join(reward)}, or another "
+                             "FILE.py:function")  # fmt: skip
+        self.correct, self.threshold = names[reward.index(own[0]) if own else 0], threshold
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
         self.waits = all(map(inspect.iscoroutinefunction, functions))
         self.prompt = prompt
@@ -155,13 +174,12 @@ class Rewarded(Env):
                     found = [error] * len(places)
                 for place, step in zip(places, found, strict=True):
                     steps[place] = step
-            if not any(isinstance(step, Exception) for step in steps):
+            if all(isinstance(step, Step | NoReward) for step in steps):
                 raise  # each row alone is fine: the function cannot score several
         else:
             steps = cls.to_steps(batch, *called)
-        names = [name for name, *_ in batch[0].functions]
-        infos = [step.info for step in steps if isinstance(step, Step)]
-        if len(infos) > 1 and not any(f"reward_{name}" in i for name in names for i in infos):
+        if len(steps) > 1 and all(isinstance(step, NoReward) for step in steps):
+            names = [name for name, *_ in batch[0].functions[: batch[0].num_rewards]]
             raise ValueError(f"{', '.join(names)} returned None for all completions")
         return steps
 
@@ -177,6 +195,8 @@ class Rewarded(Env):
             for prompt, response in zip(prompts, responses, strict=True)
         ]
         columns = {key: [env.row.get(key) for env in batch] for key in first.columns}
+        if first.prompt != "prompt":  # a function may know it by the name that the data gives it
+            columns[first.prompt] = prompts
         logged: list[dict[str, Any]] = [{} for _ in batch]  # by log_extra
         metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric
 
@@ -209,18 +229,22 @@ class Rewarded(Env):
 
     def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step | Exception:
         """The Step of one completion, from the value of each function and what they logged; an
-        error that names the function and the row, if a value is infinite or NaN."""
+        error that names the function and the row, if a value is infinite, and NoReward if none
+        applies."""
         for name, value in values.items():
-            if value is not None and not math.isfinite(value):
+            if value is not None and math.isinf(value):
                 error = ValueError(f"it returned {value} for a completion")
                 return _with_names(error, name, self.row)
-        reward = sum(weight * (values[name] or 0.0) for name, _, weight in self.functions)
-        first = values[self.functions[0][0]]
+        applied = [weight * value for name, _, weight in self.functions[: self.num_rewards]
+                   if (value := values[name]) is not None]  # fmt: skip
+        if not applied:
+            return NoReward(f"no function applies to the answer ({self.row.place})")
+        first = values[self.correct]
         info = {f"reward_{name}": value for name, value in values.items() if value is not None}
         info |= {f"weight_{name}": weight for name, _, weight in self.functions if weight != 1}
-        correct = first is not None and first >= 1.0
+        correct = first is not None and first >= self.threshold
         place = {"row": self.row.place}
-        return Step(None, reward, True, place | logged | {"correct": correct} | info)
+        return Step(None, sum(applied), True, place | logged | {"correct": correct} | info)
 
 
 def needs_main_thread(spec: EnvSpec) -> bool:
@@ -272,9 +296,10 @@ def load(
 ) -> tuple[list[Placed], list[Placed], list[str]]:
     """Returns the rows for training, those for evaluation, and the names of the other columns.
 
-    Data on which the run both trains and evaluates is divided. Other data is used whole, but rows
-    of training that the run evaluates on, as those of another file, are left out; prints how many.
-    Raises as `read`, and UsageError if there are no rows for one of both uses.
+    Data on which the run both trains and evaluates is divided, or used for both, with a line, if
+    that leaves no row for one of them. Other data is used whole, but rows of training that the run
+    evaluates on, as those of another file, are left out; prints how many. Raises as `read`, and
+    UsageError if there are no rows for one of both uses.
     """
     rows, names = read(data, config, split, prompt)
     all_evaluated = sources(RUN.eval_envs)
@@ -287,12 +312,11 @@ def load(
         words
         for source in all_evaluated
         if here in trained and source[:3] != here
-        for words in map(_words, read(*source)[0])
+        for words, _ in read(*source)[0]
         if source[:3] not in trained or is_held_out(words)
     }
     train, test, num_evaluated = list[Placed](), list[Placed](), 0
-    for text, row in rows.items():
-        words = _words(text)
+    for words, row in rows:
         held_out = is_divided and is_held_out(words)
         if held_out or not is_divided:
             test.append(row)
@@ -302,6 +326,13 @@ def load(
     if num_evaluated:
         print(f"{data}: left out {num_evaluated} rows of training, which the run evaluates on",
               file=sys.stderr)  # fmt: skip
+    if is_divided and rows and not (train and test):
+        train, test = ([row for _, row in rows] for _ in range(2))
+        print(
+            f"{data}: {len({words for words, _ in rows})} different tasks in {len(rows)} rows are "
+            "too few to hold some out: the run evaluates on what it trains on",
+            file=sys.stderr,
+        )
     if not train or not test:
         raise UsageError(f"{data} has {len(train)} rows for training and {len(test)} for "
                          "evaluation; add some, or name other data with --eval-env")  # fmt: skip
@@ -309,18 +340,22 @@ def load(
 
 
 @functools.cache
-def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Placed], list[str]]:
-    """Returns the rows by what tells them apart, and the names of the columns but `prompt`.
+def read(
+    data: str, config: str, split: str, prompt: str
+) -> tuple[list[tuple[str, Placed]], list[str]]:
+    """Returns the rows, each with the text that decides its use, and the names of the columns but
+    `prompt`.
 
-    `prompt`: the column that tells rows apart; "": all columns together, as JSON.
+    The text is that of the column `prompt`; if it is "" or all rows have the same, that of all
+    columns, as JSON; with one space between words.
 
-    Prints how many rows have the prompt of an earlier one. Raises UsageError if there is no file, a
+    Prints how many rows equal an earlier one. Raises UsageError if there is no file, a
     row has no prompt, or a column that tells rows apart is no JSON.
     """
     path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
     lines = data.endswith((".jsonl", ".json"))
     rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
-    unique: dict[str, Placed] = {}
+    unique: dict[str, tuple[str, Placed]] = {}
     empty: list[int] = []  # rows without a prompt
     for number, row in rows:
         value = row.get(prompt) if prompt else row
@@ -339,11 +374,16 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Pla
             except (TypeError, ValueError) as error:
                 place = f"{data}, row {number}: column {key!r}"
                 raise UsageError(f"{place} is no JSON: {error}") from None
+        whole = json.dumps(row, sort_keys=True, default=repr)
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        if text not in unique:
-            unique[text] = Placed(row)
-            unique[text].place = f"{os.path.basename(path)}:{number}"
-    lasts = [_messages(row[prompt])[-1] for row in unique.values()] if prompt else []
+        if whole not in unique:
+            placed = Placed(row)
+            placed.place = f"{os.path.basename(path)}:{number}"
+            unique[whole] = " ".join(text.split()), placed
+    found = [*unique.values()]
+    if len(found) > 1 and len({text for text, _ in found}) == 1:
+        found = [(" ".join(whole.split()), row) for whole, (_, row) in unique.items()]
+    lasts = [_messages(row[prompt])[-1] for _, row in found] if prompt else []
     answers = {str(m) for m in lasts if isinstance(m, dict) and m.get("role") == "assistant"}
     if len(answers) > max(1, len(unique) // 2):
         print(f"{data}: most prompts end with an answer of their own, which the policy continues. "
@@ -355,7 +395,7 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Pla
     if duplicates := len(rows) - len(empty) - len(unique):
         print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
               file=sys.stderr)  # fmt: skip
-    return unique, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
+    return found, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
 
 
 CACHED: list[Any] = [load, read]  # and what depends on them
@@ -367,6 +407,18 @@ def num_held_out(spec: EnvSpec) -> int:
         return sys.maxsize
     o = spec.values
     return len(load(o["data"], o.get("prompt", ""), o["config"], o["split"])[1])
+
+
+def what_is_right(spec: EnvSpec) -> str:
+    """What accuracy is the mean of, as a line."""
+    env = make(spec)
+    assert isinstance(env, Rewarded)
+    names = [name for name, *_ in env.functions]
+    which = (
+        f"the first of {len(names)} functions; " if names[1:] and not spec.values["correct"] else ""
+    )
+    return (f"{spec.short}: an answer is right if {env.correct} returns {env.threshold:g} or more "
+            f"({which}correct=NAME and threshold=X choose)")  # fmt: skip
 
 
 def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], length: int) -> str:
@@ -403,12 +455,7 @@ def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], lengt
 
 
 def _messages(prompt: str | list[Message]) -> list[Message]:
-    return [user(prompt)] if isinstance(prompt, str) else [copy.copy(m) for m in prompt]
-
-
-def _words(text: str) -> str:
-    """The text with one space between words: what differs in white space alone has one use."""
-    return " ".join(text.split())
+    return [user(prompt)] if isinstance(prompt, str) else copy.deepcopy(prompt)
 
 
 def _call_all(
@@ -419,7 +466,14 @@ def _call_all(
     # calling an async function only makes a coroutine: after the others, which may raise
     for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
         with _named(name, row):
-            returned[name] = function(**_accepted(function, arguments))
+            # a copy: it may change what it gets, which other functions and later updates need
+            own = copy.deepcopy(_accepted(function, arguments))
+            try:
+                returned[name] = function(**own)
+            except TypeError as error:
+                if "string indices" in str(error) and isinstance(arguments["completions"][0], str):
+                    raise TypeError(f"{error}; {OF_TEXTS}") from error
+                raise
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
         returned |= event_loop.run(_await_all(waiting, row))
@@ -447,7 +501,8 @@ def _numbers(returned: Any, count: int) -> list[float | None]:
             isinstance(reward, str | bytes) or not hasattr(reward, "__float__")
         ):
             raise TypeError(f"it returned {reward!r:.50} for a completion, not a number or None")
-    return [None if reward is None else float(reward) for reward in rewards]
+    numbers = [math.nan if reward is None else float(reward) for reward in rewards]
+    return [None if math.isnan(number) else number for number in numbers]
 
 
 async def _await_all(waiting: dict[str, Any], row: Row | None) -> dict[str, Any]:

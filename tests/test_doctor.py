@@ -123,6 +123,25 @@ def test_recorded_runs_that_learn_have_one_finding(pattern):
     assert all(lines[0].startswith("It learns: ") for lines in found.values())
 
 
+@pytest.mark.parametrize(("after", "said"), [
+    ((0.7, 0.6, 0.8), "It learns, though no answer counts as right: the mean return"),
+    ((0.5, 0.35, 0.65), "Nothing is right yet, and the rest is in the noise: the mean return"),
+    ((0.2, 0.1, 0.25), "It has become worse: the mean return"),
+    ((0.7, None, None), "Nothing is right yet, and the rest is in the noise: the mean return"),
+])  # fmt: skip
+def test_where_no_answer_counts_as_right_the_mean_return_is_compared(after, said):
+    def returns(mean, low, high):
+        of = {"mean": mean, "low": low, "high": high}
+        return {f"eval/sums/return_{name}": value for name, value in of.items()}
+
+    rows = [{"update": 0} | evaluation(0.0) | returns(0.4, 0.3, 0.5), *map(update, range(1, 12))]
+    rows[-1] |= evaluation(0.0, p=1.0) | returns(*after)
+    line = shown(rows)[0]
+    interval = "" if after[1] is None else f" [{after[1]:.2f}, {after[2]:.2f}]"
+    means = f"0.40 [0.30, 0.50] before and {after[0]:.2f}{interval} after"
+    assert line.startswith(f"{said} on held-out tasks of sums is {means} (report.html")
+
+
 def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
@@ -130,7 +149,9 @@ def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch,
     rows = [{"update": 0} | evaluation(0.0), update(1) | evaluation(0.0, p=1.0)]
     Path("a/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert doctor.main(["a"]) == 0
-    assert capsys.readouterr().out.startswith("Nothing is right yet: accuracy on held-out tasks of")
+    assert capsys.readouterr().out.startswith(
+        "Nothing is right yet, and the rest is in the noise: the mean"
+    )
     Path("b").mkdir()
     Path("b/config.yaml").write_text("lr: 1e-5\n")
     Path("b/metrics.jsonl").write_text(json.dumps(update(1)) + "\n")

@@ -13,10 +13,11 @@ from test_episodes import Scripted
 
 from core.episodes import RolloutCollector
 from core.faults import UsageError
+from core.files.log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
 from environments import rewarded
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, RunInfo, is_held_out
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import absolute, make
 
@@ -144,16 +145,17 @@ def test_several_functions_are_weighted_awaited_and_may_not_apply():
 
 
 def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
-    write("twice.jsonl", [*ROWS, *({**row, "answer": "later"} for row in ROWS[:7])])
+    write("twice.jsonl", [*ROWS, *ROWS[:7]])
     env = make("rewarded:data=twice.jsonl,reward=rewards.py:sometimes")
-    assert "left out 7 of 67 rows" in capsys.readouterr().err
-    assert all(row["answer"] != "later" for row in env.train + env.test)
+    assert "left out 7 of 67 rows, which occur before" in capsys.readouterr().err
+    assert len(env.train + env.test) == 60
     held_out = [row["prompt"] for row in ROWS if is_held_out(row["prompt"])]
     assert 3 < len(held_out) < 20
     assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # in their order, each once
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
-    assert env.step("x").reward == 0.0  # None of one completion: the function does not apply
+    with pytest.raises(NoReward, match=r"no function applies to the answer \(twice.jsonl:\d+"):
+        env.step("x")  # None of the only function
     assert env.step("a").info["correct"] is False  # for 0.5
     spec = "rewarded:data=rows.jsonl,reward=rewards.py:accuracy"
     report = check_env(spec, 3, other_process=False)
@@ -311,17 +313,117 @@ def test_a_column_that_is_no_json_is_named(place, monkeypatch):
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
     ("data=rows.jsonl,reward=rewards.py", "rewards.py names no class or function: write FILE.py:"),
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
-    ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
+    ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank: name one of"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
     ("data=odd.jsonl,reward=rewards.py:two", "row 2: the prompt in 'prompt' is {'a': 1}: it must"),
 ])  # fmt: skip
 def test_an_invalid_option_is_one_line(options, words):
-    write("few.jsonl", ROWS[:2])
     write("bad.jsonl", [{"prompt": "a"}, [1]])
     write("odd.jsonl", [{"prompt": "a"}, {"prompt": {"a": 1}}])
     with pytest.raises(UsageError) as error:
         make(f"rewarded:{options}")
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_right_is_the_first_function_or_the_one_that_is_named(command):
+    two = "rewarded:data=rows.jsonl,reward=rewards.py:halved rewards.py:accuracy"
+    other = "rewarded:data=rows.jsonl,reward=rewards.py:brief,correct=rewards.py:halved,threshold=2"
+    for spec, right, reward in [
+        (two, False, 1.5),  # halved returns 0.5
+        (f"{two},correct=accuracy", True, 1.5),
+        (f"{two},threshold=0.5", True, 1.5),
+        (other, False, 0.3),
+        (other.replace("=2", "=0.5"), True, 0.3),  # halved is no part of the reward
+    ]:
+        env = make(spec)
+        answer = env.reset(5)[0]["content"][4:-1]
+        step = env.step(f"{answer:>7}")
+        assert (step.info["correct"], step.reward) == (right, pytest.approx(reward)), spec
+    flags = ["--num-updates", 0, "--eval-num-tasks", 4, "--max-tokens", 4]
+    code, out, _ = command("--env", two, *flags)
+    assert code == 0 and "halved returns 1 or more (the first of 2 functions; correct=NAME" in out
+    assert re.search(r"accuracy at update 0: 0.00 .*  mean return \d", out)
+    code, out, _ = command("--env", f"{two},correct=halved,threshold=0.5", *flags)
+    assert "right if halved returns 0.5 or more (correct=NAME and" in out
+    assert "accuracy at update 0: 1.00" in out and "mean return" not in out
+
+
+@pytest.mark.parametrize("value", ["None", "float('nan')"])
+def test_an_answer_that_no_function_judges_is_left_out_of_its_group(command, value):
+    """Where all others of its group earn the same there is no gradient; so it is with TRL."""
+    Path("judge.py").write_text(
+        "def judged(completions):\n"
+        f"    return [{value} if i % 2 else -1.0 for i in range(len(completions))]\n"
+    )
+    spec = "rewarded:data=rows.jsonl,reward=judge.py:judged"
+    flags = "--num-updates 1 --num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4"
+    assert command("--env", spec, *flags.split(), "--run-name", "a")[0] == 0
+    first, update = read_records(Path("runs/a/metrics.jsonl"))
+    assert update["episodes/no_reward"] == 0.5 and update["episodes/failed"] == 0
+    assert (update["reward/mean"], update["grad/norm"]) == (-1, 0)
+    short = "rewarded:data=rows.jsonl,reward=judge.py:judged"
+    assert first[f"eval/{short}/return_mean"] == -1 and f"eval/{short}/failed" not in first
+    rows = [json.loads(line) for line in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
+    assert (
+        sum("NoReward" in (row.get("error") or "") for row in rows if row["kind"] == "train") == 4
+    )
+
+
+def test_what_a_function_changes_is_its_own():
+    """Later calls, other functions and the next prompts see the data as it is."""
+    write("chats.jsonl", [{"prompt": [{"role": "user", "content": "?"}], "left": [1, 2], "n": n}
+                          for n in range(40)])  # fmt: skip
+    Path("rude.py").write_text(
+        "def takes(prompts, completions, left):\n"
+        "    found = [float(len(one)) for one in left]\n"
+        "    for prompt, completion, one in zip(prompts, completions, left):\n"
+        "        one.clear(); prompt.append('x'); completion[0]['content'] = 'right'\n"
+        "    return found\n"
+        "def sees(prompts, completions, left):\n"
+        "    return [float(c[0]['content'] == 'a' and len(p) == 1) for p, c in\n"
+        "            zip(prompts, completions)]\n"
+    )
+    env = make("rewarded:data=chats.jsonl,reward=rude.py:takes rude.py:sees")
+    for _ in range(2):
+        assert env.reset(3) == [{"role": "user", "content": "?"}]
+        assert env.step("a").reward == 3
+
+
+def test_the_column_of_the_prompt_is_passed_under_both_names():
+    write("asked.jsonl", [{"question": row["prompt"]} for row in ROWS])
+    Path("both.py").write_text(
+        "def both(prompts, question): return [float(p == q) for p, q in zip(prompts, question)]\n"
+        "def rest(completions, **columns):\n"
+        "    return [float('prompt' not in columns) for _ in completions]\n"
+    )
+    asked = make("rewarded:data=asked.jsonl,prompt=question,reward=both.py:both")
+    usual = make("rewarded:data=rows.jsonl,reward=both.py:rest")  # TRL passes no `prompt`
+    for env in (asked, usual):
+        env.reset(0)
+        assert env.step("a").reward == 1
+
+
+def test_a_function_for_messages_is_told_that_prompts_are_texts():
+    Path("chat.py").write_text("def f(completions): return [c[0]['content'] for c in completions]")
+    env = make("rewarded:data=rows.jsonl,reward=chat.py:f")
+    env.reset(0)
+    with pytest.raises(RuntimeError, match=r"make each prompt a list of messages"):
+        env.step("a")
+
+
+def test_rows_of_one_prompt_are_tasks_and_too_few_are_for_both_uses(capsys):
+    rows = [{"prompt": "Guess.", "answer": str(n)} for n in range(40)]
+    write("guess.jsonl", rows + rows[:3])
+    env = make("rewarded:data=guess.jsonl,reward=rewards.py:accuracy")
+    assert "left out 3 of 43 rows" in capsys.readouterr().err
+    answers = [{row["answer"] for row in own} for own in (env.train, env.test)]
+    assert not answers[0] & answers[1] and len(answers[0]) + len(answers[1]) == 40
+    for few in ([rows[0]] * 4, ROWS[:1], [row for row in ROWS if is_held_out(row["prompt"])][:2]):
+        write("few.jsonl", few)
+        rewarded.begin_run(RunInfo((), ()))
+        env = make("rewarded:data=few.jsonl,reward=rewards.py:accuracy")
+        assert env.train == env.test and len(env.train) == len({row["answer"] for row in few})
+        assert "the run evaluates on what it trains on" in capsys.readouterr().err
 
 
 class Letters(Scripted):

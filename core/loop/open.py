@@ -212,7 +212,7 @@ def _opened(
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *algorithm.remarks]
         lines.append(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
-        lines += _rows_left_out(cfg, collector)
+        lines += _lines_about_data(cfg, collector)
         for line in filter(None, lines):
             display.say(line)
         yield Run(
@@ -377,9 +377,11 @@ def _make_collector(
     )  # fmt: skip
 
 
-def _rows_left_out(cfg: Config, collector: RolloutCollector) -> list[str]:
-    """Leaves out the rows of `rewarded` that cannot be a prompt of the model; lines about them."""
+def _lines_about_data(cfg: Config, collector: RolloutCollector) -> list[str]:
+    """Leaves out the rows of `rewarded` that cannot be a prompt of the model; lines about them, and
+    about what counts as right."""
     render, length = collector.renderer.first_prompt, collector.policy.max_length
     envs = map(EnvSpec, dict.fromkeys((*cfg.env, *cfg.eval_env)))
     own = [env for env in envs if env.name == "rewarded"]
-    return [line for env in own if (line := rewarded.leave_out(env, render, length))]
+    left_out = (rewarded.leave_out(env, render, length) for env in own)
+    return [line for line in (*left_out, *map(rewarded.what_is_right, own)) if line]

@@ -21,7 +21,7 @@ from core.faults import UsageError
 from core.files.folder import again, quoted, read_settings
 from core.files.log import METRICS, ROLLOUTS, iter_records, read_records
 from core.report.summary import logged_warnings, num_updates
-from core.results import Record, accuracy_of, before_after
+from core.results import Record, accuracy_of, before_after, never_right, return_of
 from core.terminal import cli
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import relative
@@ -114,8 +114,8 @@ def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> l
         elif p is not None and p < CLEAR:
             text = f"It has become worse: accuracy {on} fell from {before:.2f} to {after:.2f}"
             step = "a lower --lr, from an earlier checkpoint"
-        elif before == after == 0:
-            text = f"Nothing is right yet: accuracy {on} is 0 before and after"
+        elif never_right(env, records):
+            text, step = _by_return(env, first, last, step)
         else:
             text = f"The answer is in the noise: accuracy {on} was {before:.2f} and is {after:.2f}"
             if low is not None:
@@ -126,6 +126,24 @@ def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> l
                 step = f"more tasks per evaluation (--eval-num-tasks); {step}"
         found.append(Finding(text, "Held-out accuracy", step))
     return found
+
+
+def _by_return(env: str, first: Record, last: Record, step: str) -> tuple[str, str]:
+    """What the mean return says where no held-out answer counted as right, and what to do next."""
+    lows, highs = (
+        [diagnostics.finite(record, f"eval/{env}/return_{key}") for record in (first, last)]
+        for key in ("low", "high")
+    )
+    means = f"{return_of(env, first)} before and {return_of(env, last)} after"
+    if lows[1] > highs[0]:
+        text = "It learns, though no answer counts as right: the mean return"
+    elif highs[1] < lows[0]:
+        text, step = "It has become worse: the mean return", "a lower --lr"
+    else:
+        text = "Nothing is right yet, and the rest is in the noise: the mean return"
+    if env.startswith("rewarded"):
+        step += "; if such answers are right, say so (correct=NAME, threshold=X of the environment)"
+    return f"{text} on held-out tasks of {env} is {means}", step
 
 
 def _more_updates(
@@ -196,10 +214,12 @@ def lines(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[
 def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     """The lines that end a run: accuracy before and after, warnings, files, the findings."""
     records = read_records(run_dir / METRICS)
-    found = [
-        f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
-        for env, first, last in before_after(records)
-    ]
+    found = []
+    for env, first, last in before_after(records):
+        line = f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
+        if never_right(env, records):
+            line += f"  mean return: {return_of(env, first)} -> {return_of(env, last)}"
+        found.append(line)
     for name, updates, message in logged_warnings(records):
         found.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
     found.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
