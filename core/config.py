@@ -163,6 +163,9 @@ class OptimizationOptions:
     num_minibatches: Size = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
     # Clip the gradient to this norm; 0: no clipping.
     max_grad_norm: Annotated[float, Range(1e-6, 10**12, or_zero=True)] = 1.0
+    # constant, or falling to 0 at the end of the run.
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_updates: Count = 0  # Updates over which the learning rate rises to --lr.
     # adamw8bit: its moments in 8 bits; adamw_bf16_sr: bfloat16 weights without float32 masters,
     # rounded stochastically. Both need less memory: runs/optimizer_memory.
     optimizer: Literal["adamw", "adamw8bit", "adamw_bf16_sr"] = "adamw"
@@ -299,13 +302,6 @@ SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes", "has_file")
-# Names of settings elsewhere
-ALIASES = {
-    "learning_rate": "lr",
-    "environment": "env",
-    "max_steps": "num_updates",
-    "num_steps": "num_updates",
-}
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
@@ -426,12 +422,12 @@ def server_urls(text: str) -> list[str]:
 def similar(name: str, names: Iterable[str]) -> str:
     """The one of `names` that `name` means, or ""; hyphens count as underscores.
 
-    >>> similar("learning-rate", ["lr", "seed"]), similar("Env", ["env"]), similar("x", ["env"])
-    ('lr', 'env', '')
+    >>> similar("Env", ["env"]), similar("x", ["env"])
+    ('env', '')
     """
     words = {word.replace("-", "_"): word for word in names}
     name = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(ALIASES.get(name, name), words, n=1)
+    close = difflib.get_close_matches(name, words, n=1)
     return words[close[0]] if close else ""
 
 
@@ -512,6 +508,9 @@ def _problems(cfg: Config) -> Iterator[str]:
         if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
             yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
         yield from _url_problems(cfg.base_url, "--base-url")
+    if cfg.warmup_updates >= max(1, cfg.num_updates) and cfg.warmup_updates:
+        yield (f"--warmup-updates {cfg.warmup_updates}: the learning rate would not reach --lr in "
+               f"{cfg.num_updates} updates; choose fewer")  # fmt: skip
     if cfg.overlap and cfg.staleness > 1:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
     if cfg.overlap and opponents(cfg):

@@ -98,6 +98,11 @@ class MasterAdamW:
         for group in self.adamw.param_groups:
             group["lr"] = lr
 
+    def scale_lr(self, factor: float) -> None:
+        """Sets the learning rates to this fraction of those that the optimizer was made with."""
+        for group in self.adamw.param_groups:
+            group["lr"] = factor * group["initial_lr"]
+
     def backward(
         self, loss: Tensor, outputs: Iterable[Tensor | None] = (), reduce: bool = True
     ) -> None:
@@ -234,6 +239,8 @@ def make_optimizer(
     groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]
     if head:
         groups.append({"params": head, "lr": value_lr or lr})
+    for group in groups:
+        group["initial_lr"] = group["lr"]
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
     return kind(groups, loss_scale, weight_decay=0.0, **options)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from core import config
+from core.algorithm import algorithm_names, options_of
+from core.other_names import OTHER_NAMES
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, list_envs, make
 
@@ -108,6 +110,20 @@ def test_the_rubric_for_those_who_come_from_verifiers_scores(command):
     env = make("rewarded:data=rows.jsonl,reward=rubric.py:correct")
     answer = env.reset(5)[-1]["content"].removeprefix("Say ").removesuffix(".")
     assert env.step(answer).reward == 1.0 and env.step(f"{answer}!").reward == 0.0
+
+
+def test_each_name_of_trl_is_a_flag_or_has_advice_that_names_one():
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    usual = {field.name for field in fields(transformers.TrainingArguments)}
+    own = {field.name for field in fields(trl.GRPOConfig)} - usual
+    known = {*vars(config.Config())}
+    assert own <= known | OTHER_NAMES.keys()
+    flags = {f"--{name.replace('_', '-')}" for name in known}
+    flags |= {f"--{algo}.{name.replace('_', '-')}" for algo in algorithm_names()
+              for name in vars(options_of(algo)())}  # fmt: skip
+    for name, advice in OTHER_NAMES.items():
+        assert name not in known, name  # it would never be read
+        assert {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", advice)} <= flags, name
 
 
 def test_the_table_for_those_who_come_from_trl_has_the_defaults_of_both():

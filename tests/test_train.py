@@ -250,6 +250,25 @@ def test_groups_of_equal_returns_are_no_step_and_the_curriculum_leaves_evaluatio
     assert [envs["train", u][-1] for u in (1, 2, 3)] == ["3", "4", "4"]
 
 
+def test_the_learning_rate_rises_and_falls_and_goes_on_so_after_a_resume(command, monkeypatch):
+    rates, step = [], train.take_step
+
+    def take_step(run, *rest):
+        rates.append([group["lr"] for group in run.optimizer.adamw.param_groups])
+        return step(run, *rest)
+
+    monkeypatch.setattr(train, "take_step", take_step)
+    flags = ["--algo", "ppo", "--ppo.value-lr", 1.0, "--lr", 0.5, "--warmup-updates", 2,
+             "--lr-schedule", "linear", "--save-every", 1, "--num-minibatches", 1]  # fmt: skip
+    assert command(*SMALL, *flags, "--num-updates", 4, "--run-name", "a")[0] == 0
+    assert rates == [[0.25, 0.5], [0.5, 1.0], [0.5, 1.0], [0.25, 0.5]]  # of the policy, of values
+    logged = [r["update/lr"] for r in metrics_of("runs/a") if "update/lr" in r]
+    assert logged == [0.25, 0.5, 0.5, 0.25]
+    rates.clear()
+    assert command("--resume", "runs/a", "--num-updates", 6)[0] == 0
+    assert rates == [[0.25, 0.5], [0.125, 0.25]]  # (6 - 4) / (6 - 2), (6 - 5) / (6 - 2)
+
+
 def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(command):
     """An update samples 4 tokens, so 7 are spent in the second, and 12 with the third."""
     flags = [*SMALL, "--sft-steps", "0", "--eval-every", "0", "--save-every", "0"]

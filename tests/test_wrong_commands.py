@@ -56,6 +56,12 @@ COMMANDS = [  # a command line, and what its message names
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
     ("--algo gpro", "choose cispo, "),
     ("--learning-rate 1e-5", "write --lr"),
+    (
+        "--num-train-epochs 1",
+        "is no flag; write --num-updates, of --num-prompts",
+    ),
+    ("--reward_weights=1", "write --env rewarded:..,weights=1 0.5"),
+    ("--weight-decay 0.1", "picoRL has none: there is no weight decay"),
     ("--num-steps 100", "write --num-updates"),
     ("--num_prompt=3", "write --num-prompts"),
     ("-algo ppo", "write --algo"),

@@ -40,6 +40,7 @@ from core.config import (
 )
 from core.faults import CannotWrite, UsageError
 from core.files.atomic import PART, published, remove
+from core.other_names import advice_for
 from environments.plumbing.registry import EnvSpec
 
 DISK_ERRORS = {
@@ -316,8 +317,10 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
     kinds, typed = get_type_hints(cls), {}
     for name, value in values.items():
         if name not in kinds or name in COMMAND_LINE_ONLY or name == "options":
-            meant = similar(name, kinds)
-            advice = f"write {meant}" if meant else "remove it"
+            near = similar(name, kinds)
+            advice = advice_for(str(name)).replace("write --", "write ") or (
+                f"write {near}" if near else "remove it"
+            )
             if name in COMMAND_LINE_ONLY:
                 advice = f"give {flag(name)} on the command line"
             text = reprlib.repr(name)[1:-1]

@@ -1,5 +1,6 @@
 """A run, as the loop of train.py sees it: its state, and what happens between two updates."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,9 @@ class Run:
             self.started_at = perf_counter()
             self.save_copy()
             self.info.updates_done = self.next_update - 1
+            self.optimizer.scale_lr(
+                lr_factor(self.cfg, self.next_update, self.progress["sampled_tokens"])
+            )
             yield self.next_update, UpdateStats(self.cfg)
 
     def save_copy(self) -> None:
@@ -134,6 +138,9 @@ class Run:
         metrics |= trace_tokens(self.policy, cfg, batch)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
         metrics |= seen
+        if cfg.warmup_updates or cfg.lr_schedule != "constant":
+            tokens_before = self.progress["sampled_tokens"]
+            metrics["update/lr"] = cfg.lr * lr_factor(cfg, update, tokens_before)
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
@@ -215,6 +222,28 @@ class Run:
         """What to do when memory runs out: resume with half the micro-batch budget."""
         budget = max(1, self.policy.micro_batch_tokens // 2)
         return f"Resume with: {self.outputs.resume_command()} --max-tokens-per-micro-batch {budget}"
+
+
+def lr_factor(cfg: Config, update: int, sampled_tokens: int) -> float:
+    """The learning rate of an update, as a fraction of --lr; `sampled_tokens`: those before it.
+
+    It rises over --warmup-updates, and then follows --lr-schedule: linear, as that of transformers,
+    reaches 0 right after the last update.
+
+    >>> cfg = Config(num_updates=6, warmup_updates=2, lr_schedule="linear")
+    >>> [lr_factor(cfg, update, 0) for update in range(1, 7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> lr_factor(Config(max_sampled_tokens=100, lr_schedule="cosine"), 9, 50)
+    0.5
+    """
+    if update <= cfg.warmup_updates:
+        return update / cfg.warmup_updates
+    done = (update - 1 - cfg.warmup_updates) / max(1, cfg.num_updates - cfg.warmup_updates)
+    if cfg.max_sampled_tokens:
+        done = max(done, sampled_tokens / cfg.max_sampled_tokens)
+    if cfg.lr_schedule == "linear":
+        return max(0.0, 1 - done)
+    return (1 + math.cos(math.pi * min(1.0, done))) / 2 if cfg.lr_schedule == "cosine" else 1.0
 
 
 def evaluates(update: int, every: int) -> bool:

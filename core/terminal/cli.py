@@ -37,6 +37,7 @@ from core.files.folder import (
     read_settings,
     with_options,
 )
+from core.other_names import advice_for
 from environments.plumbing.registry import ENVIRONMENTS
 from environments.plumbing.text import one_line
 
@@ -50,6 +51,7 @@ def parse(args: list[str]) -> Config:
 
     Two passes: the first leaves out the options of the algorithm, whose import takes seconds.
     """
+    args = _as_tyro_has_it(args)
     flags = _check_words(args)
     words = [w.partition("=")[0][2:].replace("-", "_") for w in args if w.startswith("--")]
     given = {name: vars(flags)[name] for name in words if name in vars(flags)}
@@ -111,6 +113,32 @@ def _check_names(cfg: Config) -> Path | None:
     return config_file(cfg)
 
 
+def _as_tyro_has_it(args: list[str]) -> list[str]:
+    """The arguments without two forms that tyro does not read as they are meant: --overlap=true, as
+    sweeps write it, and --env A --env B, of which only B would count.
+
+    >>> _as_tyro_has_it("--env a --overlap=False --env b --lr 1".split())
+    ['--no-overlap', '--env', 'a', 'b', '--lr', '1']
+    """
+    found: list[list[str]] = [[]]  # a flag and its values
+    for word in args:
+        flag, _, value = word.partition("=")
+        name = flag[2:].replace("-", "_") if flag[:2] == "--" else ""
+        usual = getattr(Config, name, None)
+        if type(usual) is bool and value.lower() in ("true", "false"):
+            found.append([flag if value.lower() == "true" else f"--no-{flag[2:]}"])
+        elif type(usual) is tuple and (first := [group for group in found if group[:1] == [flag]]):
+            found.remove(first[0])
+            found.append(first[0] + ([value] if value else []))
+        elif type(usual) is tuple and value:
+            found.append([flag, value])
+        elif word[:2] == "--":
+            found.append([word])
+        else:
+            found[-1].append(word)
+    return [word for group in found for word in group]
+
+
 def _check_words(args: list[str]) -> Config:
     """The settings of the flags but for those of the algorithm, by the rules of tyro.
 
@@ -123,8 +151,10 @@ def _check_words(args: list[str]) -> Config:
         raise UsageError(f"{word} follows no flag; {hint}")
     word = word.partition("=")[0]
     if "." not in word:
-        near = config.similar(word.lstrip("-"), vars(flags))
-        raise UsageError(f"{word} is no flag; {f'write {config.flag(near)}' if near else HELP}")
+        name = word.lstrip("-")
+        near = config.similar(name, vars(flags))
+        advice = advice_for(name) or (f"write {config.flag(near)}" if near else HELP)
+        raise UsageError(f"{word} is no flag; {advice}")
     return flags
 
 
