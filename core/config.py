@@ -235,6 +235,10 @@ class EvaluationOptions:
     eval_num_tasks: Count = 256
     # Also sample this many answers per held-out task at --temperature (pass@1, pass@k); 0: none.
     eval_samples: Annotated[Count, Needs("eval_num_tasks")] = 0
+    # Export the model of the best evaluation, of equal ones the earliest, in place of the last one.
+    keep_best: Annotated[bool, Needs("eval_num_tasks")] = False
+    # End the run after this many evaluations without a better one; 0: never.
+    patience: Annotated[Count, Needs("eval_num_tasks")] = 0
 
 
 @dataclass(frozen=True)
@@ -306,7 +310,7 @@ COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes", "has_file")
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track stop_on run_name".split(),
-    *"env_timeout base_url adapter_folder eval_every eval_num_tasks".split(),
+    *"env_timeout base_url adapter_folder eval_every eval_num_tasks patience".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     *"shard_optimizer overlap".split(),
     *"gpu_memory_utilization vllm_eager".split(),
@@ -324,7 +328,7 @@ CONFLICTS = [
     ("optimizer=adamw_bf16_sr", "dtype=float64 float32 float16"),
     ("optimizer=adamw_bf16_sr", "lora_rank"), ("optimizer=adamw_bf16_sr", "offload_optimizer"),
     ("shard_optimizer=on", "optimizer"), ("overlap", "sampler=vllm openai"),
-    ("overlap", "curriculum"),
+    ("overlap", "curriculum"), ("keep_best", "sampler=openai"),
 ]  # fmt: skip
 # What an algorithm refuses, by its needs (core/algorithm.py)
 REFUSED = {

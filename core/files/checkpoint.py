@@ -247,13 +247,14 @@ def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool =
         weight.copy_(saved[name])
 
 
-def export_model(run: Path, policy: Policy, saved: Path | None = None) -> Path:
-    """Write `<run>/model/`, which AutoModelForCausalLM or, with LoRA, PeftModel can load.
+def export_model(run: Path, policy: Policy, saved: Path | None = None, name: str = "model") -> Path:
+    """Write `<run>/model/`, or the folder `name`: AutoModelForCausalLM or, with LoRA, PeftModel can
+    load it.
 
     `saved`: a checkpoint of the same weights. The model's file is a hard link to that of the
     checkpoint if transformers would write the same tensors, and if the disk has links.
     """
-    target = run / "model"
+    target = run / name
     with published(target) as part:
         if saved is None or not has_names_of_model(policy):
             policy.model.save_pretrained(part)

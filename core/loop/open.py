@@ -37,6 +37,7 @@ from core.files import log as run_log
 from core.files.atomic import scratch_folder
 from core.files.models import folder_of as folder_of_model
 from core.loading import load_policy
+from core.loop import best
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
@@ -115,7 +116,11 @@ def open_run(cfg: Config) -> Iterator[Run]:
                 what = " and saved; resume" if saved else "; resume from the last checkpoint"
                 raise Stopped(f"stopped{what} with: {run.outputs.resume_command()}")
             if is_writer and not run.stopped:
-                if cfg.sampler != "openai":
+                if cfg.keep_best and best.export(folder):
+                    update, _ = run.progress["best"]
+                    run.say(f"model/ is that of update {update}, the best evaluation. The best of "
+                            "many is flattered: evaluate it on other tasks")  # fmt: skip
+                elif cfg.sampler != "openai":
                     latest = checkpoint.folder_of(folder, run.progress)
                     same = latest if run.outputs.saved == latest else None  # of the same weights
                     checkpoint.export_model(folder, run.policy, same)

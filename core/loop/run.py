@@ -18,6 +18,7 @@ from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.files import log as run_log
+from core.loop import best
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
@@ -101,9 +102,15 @@ class Run:
                 self.save()
                 self.history = run_log.read_records(self.outputs.folder / run_log.METRICS)
             self.save_copy()
-            self.log(0, self.evaluator.evaluate(0), [])
+            found = self.evaluator.evaluate(0)
+            self.note_best(0, found)
+            self.log(0, found, [])
         while self.next_update <= self.cfg.num_updates and not self.stopped:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
+                break
+            if self.out_of_patience:
+                self.say(f"--patience {self.cfg.patience}: no better evaluation since update "
+                         f"{self.progress['best'][0]}")  # fmt: skip
                 break
             self.interrupt.check()
             self.outputs.writer.check()
@@ -148,11 +155,23 @@ class Run:
         self.info.updates_done = update
         if is_last or evaluates(update, cfg.eval_every):
             metrics |= self.evaluator.evaluate(update)
+            self.note_best(update, metrics)
         self.progress["sampled_tokens"] = tokens
         stop = self.log(update, metrics, sampled)
         self.progress["level"] = self.next_level
-        if stop or is_last or update == 1 or is_due(update, cfg.save_every):
+        if stop or is_last or self.out_of_patience or update == 1 or is_due(update, cfg.save_every):
             self.save()
+
+    def note_best(self, update: int, metrics: dict[str, Any]) -> None:
+        """Keeps the model of an evaluation that is better than all before (--keep-best)."""
+        cfg = self.cfg
+        is_better = (cfg.keep_best or cfg.patience) and best.note(self.progress, update, metrics)
+        if is_better and cfg.keep_best and distributed.rank() == 0:
+            best.save(self.outputs.folder, self.policy)
+
+    @property
+    def out_of_patience(self) -> bool:
+        return 0 < self.cfg.patience <= self.progress.get("evaluations_since_best", 0)
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
