@@ -133,6 +133,10 @@ class SamplingOptions:
     # Nucleus sampling: keep the most likely tokens up to this probability mass; 1: keep all.
     top_p: Annotated[float, Range(1e-6, 1)] = 1.0
     top_k: Count = 0  # Keep this many of the most likely tokens; 0: keep all.
+    # Keep tokens with at least this fraction of the likeliest one's probability; 0: keep all.
+    min_p: Fraction = 0.0
+    # Texts that end a completion, which contains them, such as "</answer>".
+    stop: tuple[str, ...] = ()
     # Sample with the weights of this many updates ago, as asynchronous systems do; 0: the newest.
     staleness: Annotated[int, Range(0, 1000)] = 0
     # Play the next update's episodes while an update trains: --staleness 1 in less time. A copy of
@@ -322,6 +326,7 @@ SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".sp
 CONFLICTS = [
     ("quantize", "sampler=openai vllm server"), ("quantize", "dtype=float64"),
     ("top_k", "sampler=openai server"), ("top_p", "sampler=server"),  # which tokens were kept?
+    ("min_p", "sampler=openai vllm server"), ("stop", "sampler=openai server"),
     ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
     ("vllm_eager", "sampler=torch openai server"),
     ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
@@ -335,7 +340,7 @@ REFUSED = {
     "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
     "reward_parts": ["gamma", "overlong_buffer", "kl_in"], "no_kl_in_reward": ["kl_in"],
     "own_kl": ["kl_in", "kl_estimator"],
-    "own_draw": ["top_p", "top_k", "sampler=vllm server openai"],
+    "own_draw": ["top_p", "top_k", "min_p", "sampler=vllm server openai"],
 }  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "sampler=vllm": ("vllm", "vllm"), "quantize=nf4": ("bitsandbytes", "quantize"),
@@ -512,6 +517,8 @@ def _problems(cfg: Config) -> Iterator[str]:
         if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
             yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
         yield from _url_problems(cfg.base_url, "--base-url")
+    if not all(cfg.stop):
+        yield "--stop: an empty text would end every completion; remove it"
     if cfg.warmup_updates >= max(1, cfg.num_updates) and cfg.warmup_updates:
         yield (f"--warmup-updates {cfg.warmup_updates}: the learning rate would not reach --lr in "
                f"{cfg.num_updates} updates; choose fewer")  # fmt: skip

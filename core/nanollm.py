@@ -56,6 +56,7 @@ from core.sampler import (
     SamplingParams,
     TorchSampler,
     completion_limit,
+    ends_with,
     to_completion,
 )
 from core.seeds import derive_seed
@@ -196,8 +197,13 @@ class NanoLLM(Sampler):
             [found] = output.outputs
             kept = found.sampling_mask.token_ids if self.with_kept_ids else None
             ids, logprobs = list(found.token_ids), list(found.logprobs.logprobs)
-            completion = to_completion(self.policy, ids, logprobs, kept)
-            ended.append((self.running.pop(output.request_id), completion))
+            request = self.running.pop(output.request_id)
+            stop = request.params.stop  # the engine has no tokenizer: it samples on after these
+            lengths = range(1, len(ids)) if stop else ()
+            end = next((n for n in lengths if ends_with(self.policy, ids[:n], stop)), len(ids))
+            kept = kept and kept[:end]
+            completion = to_completion(self.policy, ids[:end], logprobs[:end], kept, stop)
+            ended.append((request, completion))
         return ended
 
     def clear(self) -> None:

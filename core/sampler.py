@@ -19,7 +19,8 @@ their draws differ. V is the vocabulary.
 
 If memory runs out, half of the batch begins again (`_begin_again_with_half`).
 
-Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p;
+Its log-probs are those of the distribution that it draws from, after temperature, min-p, top-k and
+top-p;
 at temperature 0, which draws nothing, those of temperature 1.
 """
 
@@ -27,7 +28,7 @@ import gc
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 from algorithms.token_logprobs import only_kept
+from core.config import Config
 from core.faults import Fault, OutOfMemory, UsageError, ran_out
 from core.kv_cache import prefill
 from core.policy import Policy
@@ -53,6 +55,20 @@ class SamplingParams:
     top_p: float = 1.0  # 1: keeps all tokens
     top_k: int = 0  # 0: keeps all tokens
     seed: int = 0
+    min_p: float = 0.0  # drops tokens less likely than this fraction of the likeliest one
+    stop: tuple[str, ...] = ()  # texts that end a completion, which contains them
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether some tokens may not be drawn; the trainer has to know which."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+def params_of(cfg: Config, seed: int) -> SamplingParams:
+    """How a run samples in training, with a seed for these draws."""
+    return SamplingParams(
+        cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed, cfg.min_p, cfg.stop
+    )
 
 
 @dataclass(eq=False)
@@ -240,7 +256,7 @@ class TorchSampler(Sampler):
         uniform = torch.tensor(numbers, dtype=torch.float64)
         drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
         kept: Iterable[Kept | None] = allowed
-        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
+        if params.drops_tokens:
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()
             kept = (row.nonzero().squeeze(1).tolist() for row in likely)
         return drawn.tolist(), logprobs.tolist(), kept
@@ -258,13 +274,15 @@ class TorchSampler(Sampler):
             partial.logprobs.append(logprob)
             if kept_here is not None:
                 partial.kept_ids.append(kept_here)
-            if token_id not in self.policy.stop_ids and len(ids) < partial.limit:
+            stop = partial.request.params.stop
+            has_ended = token_id in self.policy.stop_ids or ends_with(self.policy, ids, stop)
+            if not has_ended and len(ids) < partial.limit:
                 if partial.matcher:
                     partial.matcher.consume_token(token_id)
                 going.append(partial)
                 continue
             kept_ids = partial.kept_ids or None
-            completion = to_completion(self.policy, ids, partial.logprobs, kept_ids)
+            completion = to_completion(self.policy, ids, partial.logprobs, kept_ids, stop)
             self.ended.append((partial.request, completion))
         self.batch = going
         if not going:
@@ -332,8 +350,10 @@ def to_completion(
     token_ids: list[int],
     logprobs: list[float],
     kept_ids: list[Kept] | None = None,
+    stop: Sequence[str] = (),
 ) -> Completion:
-    """Builds a Completion; its text leaves out the stop token, if the last token is one.
+    """Builds a Completion; its text leaves out the stop token, if the last token is one, but not a
+    text of `stop`, with which it ends.
 
     Raises Fault if a log-prob is NaN: then the model's logits are not finite.
     """
@@ -342,7 +362,17 @@ def to_completion(
                     "with --dtype bfloat16 or float32")  # fmt: skip
     stopped = token_ids[-1] in policy.stop_ids
     text = cast(str, policy.tokenizer.decode(token_ids[:-1] if stopped else token_ids))
-    return Completion(token_ids, logprobs, text, "stop" if stopped else "length", kept_ids)
+    has_ended = stopped or ends_with(policy, token_ids, stop)
+    return Completion(token_ids, logprobs, text, "stop" if has_ended else "length", kept_ids)
+
+
+def ends_with(policy: Policy, token_ids: list[int], stop: Sequence[str]) -> bool:
+    """Whether the last token completes a text of `stop`; it may have more characters after that."""
+    if not stop:
+        return False
+    most = max(len(text.encode()) for text in stop)  # tokens: each has at least a byte
+    end = cast(str, policy.tokenizer.decode(token_ids[-most:]))
+    return any(text in end for text in stop)
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
@@ -387,7 +417,10 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
 
 
 def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`logits` [C, V] with -inf for the tokens that top-k or top-p drop."""
+    """`logits` [C, V] with -inf for the tokens that min-p, top-k or top-p drop, in this order."""
+    if params.min_p > 0:
+        least = logits.max(-1, keepdim=True).values + math.log(params.min_p)
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import tempfile
 from collections import Counter
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -217,6 +218,21 @@ class TestOneEngine:
         assert all(abs(p) < 1e-6 for c in completions for p in c.logprobs)
         completions = sample(engine, PROMPTS, SamplingParams(max_tokens=32, top_p=0.5, seed=3))
         assert trainer_gap(engine.policy, completions, 1.0, PROMPTS).mean() > 0.1
+
+    def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(self, engine):
+        greedy = SamplingParams(max_tokens=24, temperature=0.0)
+        checked = []
+        tokenizer, wholes = engine.policy.tokenizer, sample(engine, PROMPTS[:3], greedy)
+        for prompt, whole in zip(PROMPTS, wholes, strict=False):
+            texts = [tokenizer.decode(whole.token_ids[:n]) for n in range(len(whole.token_ids))]
+            if not (stop := texts[len(texts) // 2][-2:]):
+                continue  # it ended at once
+            checked.append(stop)
+            first = next(n for n, text in enumerate(texts) if stop in text)
+            [cut] = sample(engine, [prompt], replace(greedy, stop=(stop,)))
+            assert cut.token_ids == whole.token_ids[:first] and cut.finish_reason == "stop"
+            assert cut.text == texts[first]
+        assert checked
 
     def test_kv_cache_is_allocated_only_inside_with(self, engine):
         def cache_bytes():

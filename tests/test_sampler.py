@@ -181,9 +181,12 @@ def test_draw_follows_the_distribution():
         ({"top_k": 2}, [2, 3]),
         ({"top_p": 0.6}, [3]),  # the likeliest token has 0.64
         ({"top_p": 0.65}, [2, 3]),
+        ({"min_p": 0.36}, [2, 3]),  # e**-1 is 0.368
+        ({"min_p": 0.37}, [3]),
+        ({"min_p": 0.36, "top_p": 0.7}, [3]),  # of those two the likelier one has 0.73
     ],
 )
-def test_draw_renormalises_over_what_top_k_and_top_p_keep(options, kept):
+def test_draw_renormalises_over_what_min_p_top_k_and_top_p_keep(options, kept):
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
     params = SamplingParams(max_tokens=1, **options)
     drawn, logprobs = draw(logits.expand(4000, 4), params, uniforms(0, [0], 4000)[0])
@@ -195,6 +198,21 @@ def test_draw_renormalises_over_what_top_k_and_top_p_keep(options, kept):
 def test_top_p_keeps_the_fewest_tokens_that_have_the_mass():
     kept = keep_likely(torch.zeros(1, 4), SamplingParams(max_tokens=1, top_p=0.5))
     assert kept.isfinite().sum() == 2  # of four equal ones, half the mass exactly
+
+
+def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(policy):
+    """The draws before it are those without it, and it is no cut."""
+    params = SamplingParams(max_tokens=20, seed=3)
+    for prompt in PROMPTS:
+        [whole] = TorchSampler(policy).sample([prompt], params)
+        ids = whole.token_ids
+        texts = [str(policy.tokenizer.decode(ids[:n])) for n in range(len(ids))]
+        stop = texts[6][-2:] if len(texts) > 7 else "none"
+        first = next((n for n, text in enumerate(texts) if stop in text), len(ids))
+        [cut] = TorchSampler(policy).sample([prompt], replace(params, stop=("never", stop)))
+        assert cut.token_ids == ids[:first] and cut.logprobs == whole.logprobs[:first]
+        if first < len(ids):
+            assert cut.text == texts[first] and cut.finish_reason == "stop"
 
 
 def test_draw_never_selects_a_token_of_probability_zero():
@@ -215,7 +233,7 @@ def test_logits_that_overflowed_end_the_run_with_a_line(qwen3_folder, temperatur
 
 def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy):
     """So the importance weights are 1; over all tokens they would be the mass of the kept ones."""
-    params = SamplingParams(max_tokens=12, seed=2, temperature=0.8, top_p=0.8, top_k=50)
+    params = SamplingParams(12, 0.8, top_p=0.8, top_k=50, seed=2, min_p=0.01)
     prompts = PROMPTS[:4]
     completions = TorchSampler(policy).sample(prompts, params)
     turns = [Turn(p, c.token_ids, c.logprobs, c.finish_reason, kept_ids=c.kept_ids)

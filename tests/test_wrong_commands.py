@@ -61,6 +61,8 @@ COMMANDS = [  # a command line, and what its message names
         "is no flag; write --num-updates, of --num-prompts",
     ),
     ("--reward_weights=1", "write --env rewarded:..,weights=1 0.5"),
+    ("--stop=", "--stop: an empty text"),
+    ("--warmup-updates 25", "would not reach --lr in 25 updates"),
     ("--weight-decay 0.1", "picoRL has none: there is no weight decay"),
     ("--num-steps 100", "write --num-updates"),
     ("--num_prompt=3", "write --num-prompts"),

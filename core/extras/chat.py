@@ -153,7 +153,7 @@ from core.loading import has_adapters, load_policy
 from core.memory import out_of_memory_as_one_line
 from core.policy import Policy
 from core.report.summary import num_updates
-from core.sampler import SamplingParams, TorchSampler, draw, to_completion
+from core.sampler import SamplingParams, TorchSampler, draw, params_of, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task
 from environments.base import EVAL_SEEDS
@@ -202,7 +202,7 @@ def main(flags: Flags, cfg: Config) -> int:
             _note(f"{OF_TINY}: try /task")
     for number, line in enumerate(read_lines(interactive)):
         text, seed = line.strip(), derive_seed(cfg.seed, number)
-        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        params = replace(params_of(cfg, seed), min_p=0.0)
         try:
             if text == "/quit":
                 break
@@ -390,7 +390,7 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
     def respond(chat: list[Message]) -> str:
         ids = speaker.collector.renderer.first_prompt(chat, schemas)
         seed = derive_seed(cfg.seed, len(chat))
-        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        params = replace(params_of(cfg, seed), min_p=0.0)
         with speaker.policy.adapters():
             return TorchSampler(speaker.policy).sample([ids], params)[0].text
 

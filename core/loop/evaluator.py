@@ -14,7 +14,7 @@ from core.episodes import RolloutCollector
 from core.faults import Stopped
 from core.files.log import RunLog
 from core.metrics import by_seat, opening_of, pass_at_k
-from core.sampler import Sampler, SamplingParams
+from core.sampler import Sampler, SamplingParams, params_of
 from core.seeds import EVALUATION, derive_seed
 from core.selection import drop_failed
 from core.tasks import Task, eval_tasks, held_out_envs
@@ -49,7 +49,7 @@ class Evaluator:
         started, on_server = perf_counter(), cfg.sampler == "openai"
         envs = held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
         held_out = eval_tasks(envs, cfg.eval_num_tasks)
-        greedy = SamplingParams(cfg.max_tokens, temperature=0.0)
+        greedy = SamplingParams(cfg.max_tokens, temperature=0.0, stop=cfg.stop)
         rollouts = self._play(held_out, greedy)
         stopped = on_server and self.interrupt.requested
         logged = [
@@ -71,7 +71,7 @@ class Evaluator:
                 results[f"eval/{env}/seen"] = sum(seen) / len(seen)
         if cfg.eval_samples and not stopped:
             seed = derive_seed(cfg.seed, EVALUATION)  # the same in every evaluation
-            params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+            params = params_of(cfg, seed)
             sampled = self._play([t for t in held_out for _ in range(cfg.eval_samples)], params)
             results |= pass_at_k(counted, evaluation.played(sampled), cfg.eval_samples)
         is_first = "first_correct" not in self.progress

@@ -14,7 +14,7 @@ from core.loop.run import Run
 from core.loop.staleness import older_weights
 from core.metrics import is_correct
 from core.policy import Policy
-from core.sampler import Sampler, SamplingParams
+from core.sampler import Sampler, params_of
 from core.seeds import SAMPLING, derive_seed
 from core.types import Played, Rollout
 
@@ -57,7 +57,7 @@ def collect(
         # G copies of each task: the same environment and seed, the same group_id
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
-        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        params = params_of(cfg, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, sampler:
             if attempt == 0:
                 found = canary.compare(policy, sampler, run.canary[1], check)
