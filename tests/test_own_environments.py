@@ -16,7 +16,7 @@ from core.faults import UsageError
 from core.files.folder import config_to_dict, read_settings
 from core.files.log import read_records
 from core.report.summary import repeat_command
-from environments.base import Env, Step
+from environments.base import Env, MultiAgentEnv, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import (
     ENVIRONMENTS,
@@ -128,6 +128,42 @@ def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(place, spe
         assert found.short == relative(full) == spec
 
 
+def test_the_home_folder_and_names_with_accents_are_paths_and_other_quotes_stay(place, monkeypatch):
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.setenv("USERPROFILE", str(place))
+    (place / "größe x.jsonl").touch()
+    found = absolute('~/games.py:Maze:map="größe x.jsonl",start=\'a b\',end="./none"')
+    assert str(found) == (
+        f'{place}/games.py:Maze:map="{place}/größe x.jsonl",start=\'a b\',end="./none"'
+    )
+
+
+def test_the_meanings_of_own_code_are_read_with_trust_alone(place):
+    (place / "told.py").write_text(f"{GAMES}\nMaze.meanings = {{'steps': 'of the way'}}\n")
+    assert registry.meanings(["told.py:Maze"]) == {}
+    assert registry.meanings(["told.py:Maze"], trust=True) == {"steps": "of the way"}
+
+
+def test_an_opponent_needs_a_game_and_its_player(place):
+    for spec, line in [
+        ("snake:opponent=guess", "an opponent needs an environment that names its `agents`"),
+        ("alone:opponent=demonstrate", "the environment has no `demonstrate`"),
+    ]:
+        register("alone")(Alone)
+        with pytest.raises(UsageError, match=line):
+            make(spec)
+
+
+class Alone(MultiAgentEnv):
+    agents = ("first", "second")
+
+    def reset(self, seed):
+        return {}
+
+    def step(self, responses):
+        return {}
+
+
 def test_settings_have_specs_as_values_and_their_file_as_texts(place):
     cfg = resolve(Config(env=("games.py:Maze:size=4",), eval_env=("snake",)))
     assert cfg.env == (EnvSpec(f"{place}/games.py:Maze", {"size": "4"}),)
@@ -198,6 +234,7 @@ def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("none.py:Maze", ["no file none.py"]), ("games.py", ["FILE.py:Class"]),
+    ("games.py:Maze:bad", ["write options as key=value"]),
     ("my_envs/games:Maze", ["unknown environment 'my_envs/games'", "FILE.py:Class"]),
     ("games.py:Labyrinth", ["games.py has no Labyrinth"]),
     ("pathlib:PurePath", ["it returned Pure"]), ("Snake", ["did you mean snake?"]),
