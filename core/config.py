@@ -40,7 +40,7 @@ from core.algorithm import (
 from core.faults import UsageError
 from core.warning_texts import WARNINGS
 from environments.plumbing.options import key_value_pairs, read_literal
-from environments.plumbing.registry import EnvSpec, absolute, runs_code
+from environments.plumbing.registry import absolute, runs_code
 from environments.rewarded import needs_main_thread
 
 T = TypeVar("T")
@@ -293,7 +293,9 @@ class Config(
     # Whether the settings in the file of --config or --resume are in here already. No flag.
     has_file: bool = False
 
-    if TYPE_CHECKING:  # resolve() replaces None by a value in these
+    if TYPE_CHECKING:  # resolve() replaces None by a value in these, and texts by `EnvSpec`s
+        env: tuple[Any, ...] = ()
+        eval_env: tuple[Any, ...] = ()
         lr: float = 0.0
         sft_lr: float = 0.0
         max_tokens: int = 0
@@ -375,11 +377,9 @@ def resolve(cfg: Config) -> Config:
     if cfg.overlap:  # on a GPU, auto would be vllm, whose cache exists only while nothing trains
         sampler = "torch" if cfg.sampler == "auto" else cfg.sampler
         cfg = replace(cfg, staleness=cfg.staleness or 1, sampler=sampler)
-    # read once: what is read of a spec stays with it
-    envs, eval_envs = (
-        tuple(EnvSpec(absolute(spec)) for spec in specs) for specs in (cfg.env, cfg.eval_env)
+    cfg = replace(
+        cfg, env=tuple(map(absolute, cfg.env)), eval_env=tuple(map(absolute, cfg.eval_env))
     )
-    cfg = replace(cfg, env=envs, eval_env=eval_envs)
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
         cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
@@ -526,7 +526,7 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
     if cfg.overlap and opponents(cfg):
         yield "--overlap: opponents take turns with the training: remove one of them"
-    in_main = [*filter(needs_main_thread, map(EnvSpec, cfg.env))] if cfg.overlap else []
+    in_main = [*filter(needs_main_thread, cfg.env)] if cfg.overlap else []
     if in_main:  # elsewhere signal.alarm raises, which math-verify takes for a wrong answer
         yield (f"--overlap plays in a second thread, and {in_main[0].short} is called in the main "
                "thread, as it may use signal.alarm: make reward functions async, or remove one of "
@@ -566,7 +566,7 @@ def _text_problems(cfg: Config) -> Iterator[str]:
         if not getattr(cfg, name):
             yield f"{flag(name)} is empty"
     for name, value in vars(cfg).items():
-        for text in value if isinstance(value, tuple) else [value]:
+        for text in map(str, value) if isinstance(value, tuple) else [value]:
             if name == "system_prompt":  # may have several lines
                 text = text.replace("\n", " ").replace("\t", " ")
             if isinstance(text, str) and not text.isprintable():
@@ -623,10 +623,11 @@ def _task_problems(cfg: Config) -> Iterator[str]:
     from core.tasks import difficulty_key  # imports numpy, which --help does not need
 
     for specs in (cfg.env, cfg.eval_env):
-        if len({EnvSpec(spec).short for spec in specs}) < len({*specs}):
-            yield f"{' '.join(specs)}: two environments have the same file name; rename one"
+        texts = dict.fromkeys(map(str, specs))
+        if len({spec.short for spec in specs}) < len(texts):
+            yield f"{' '.join(texts)}: two environments have the same file name; rename one"
     for name in ("train_difficulty", "curriculum"):
-        if is_set(cfg, name) and not any(map(difficulty_key, map(EnvSpec, cfg.env))):
+        if is_set(cfg, name) and not any(map(difficulty_key, cfg.env)):
             yield f"{flag(name)}: no environment of --env has a difficulty"
 
 
@@ -645,7 +646,7 @@ def _url_problems(url: str, subject: str) -> Iterator[str]:
 
 def opponents(cfg: Config) -> list[str]:
     """The opponents of --env and --eval-env that core/extras/opponents.py plays, each once."""
-    found = (EnvSpec(spec).opponent for spec in (*cfg.env, *cfg.eval_env))
+    found = (spec.opponent for spec in (*cfg.env, *cfg.eval_env))
     return [*dict.fromkeys(filter(None, found))]
 
 

@@ -64,7 +64,7 @@ def advice_without_reward(cfg: Config) -> str:
     if not cfg.reward_coef or "feedback" in needs(cfg):
         return ""
     advice = ADVICE.get(cfg.model_id, WARNINGS["no_reward"][1])
-    own = any(spec.startswith(OWN_REWARDS) for spec in cfg.env)
+    own = any(str(spec).startswith(OWN_REWARDS) for spec in cfg.env)
     return f"{OWN_REWARD}; else {advice}" if own else advice
 
 

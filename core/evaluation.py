@@ -21,7 +21,7 @@ from core.selection import has_failed, num_episodes
 from core.tasks import Task
 from core.types import Rollout
 from environments.base import PLAYER, Env
-from environments.plumbing.registry import EnvSpec, make
+from environments.plumbing.registry import make
 
 
 def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
@@ -81,13 +81,15 @@ def comparisons(
     results: dict[str, float] = {}
     distinct = metrics.distinct_tasks(counted)
     trivial = progress.setdefault("trivial", {})
-    for env in dict.fromkeys(task.env.short for task in tasks):
+    for env, spec in {task.env.short: task.env for task in tasks}.items():
         own = [rollout for rollout in counted if rollout.env == env]
         if not own:
             continue
         now = {f"{r.seed} {r.agent}": metrics.is_correct(r) for r in own}
         first = progress.setdefault("first_correct", {}).setdefault(env, now)
-        begins = {f"{r.seed} {r.agent}": c for r in own if (c := opening_checksum(r))}
+        # in games other agents have a part in how an episode begins; programs may show the time
+        alone = [] if is_program(spec) else [r for r in own if r.agent == PLAYER]
+        begins = {f"{r.seed} {r.agent}": opening_checksum(r) for r in alone}
         begun = progress.setdefault("first_openings", {}).setdefault(env, begins)
         changed = {key for key in begins if begun.get(key, begins[key]) != begins[key]}
         if changed:
@@ -103,17 +105,17 @@ def comparisons(
     return results
 
 
-def forget_edited(files: dict[str, dict[str, str]], progress: dict[str, Any]) -> str:
+def forget_edited(files: list[tuple[str, dict[str, str]]], progress: dict[str, Any]) -> str:
     """Which files of the environments were edited since the checkpoint, as text; "": none.
 
-    `files`: the checksums of each environment's files, which `progress` keeps. Environments with
-    edited files are not compared with their first evaluation any more.
+    `files`: the short name of each environment, and the checksums of its files, which `progress`
+    keeps. Environments with edited files are not compared with their first evaluation any more.
     """
-    now = {name: checksum for own in files.values() for name, checksum in own.items()}
+    now = {name: checksum for _, own in files for name, checksum in own.items()}
     before = progress.get("files", now)
     edited = [name for name in now if before.get(name, now[name]) != now[name]]
     progress["files"] = now
-    for env in [EnvSpec(env).short for env, own in files.items() if own.keys() & {*edited}]:
+    for env in [env for env, own in files if own.keys() & {*edited}]:
         progress.setdefault("first_correct", {})[env] = {}
         progress.setdefault("trivial", {}).pop(env, None)
     if not edited:
@@ -123,12 +125,7 @@ def forget_edited(files: dict[str, dict[str, str]], progress: dict[str, Any]) ->
 
 
 def opening_checksum(rollout: Rollout) -> int:
-    """Of the messages with which the environment opened the episode; 0: others had a part in them.
-
-    Other agents have, in games, and agent programs, which may write the time into a prompt.
-    """
-    if rollout.agent != PLAYER or is_program(EnvSpec(rollout.env)):
-        return 0
+    """Of the messages with which the environment opened the episode."""
     opening = itertools.takewhile(lambda m: m["role"] != "assistant", rollout.messages)
     return zlib.crc32(json.dumps([*opening], sort_keys=True).encode())
 

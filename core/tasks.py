@@ -8,7 +8,7 @@ one for each episode to play.
 import random
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from core.faults import UsageError
@@ -32,7 +32,7 @@ class Task:
     hasty: bool = False  # for a demonstration: a well-formed guess instead of a worked answer
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "env", EnvSpec(self.env))  # of a text, too
+        object.__setattr__(self, "env", EnvSpec.read(self.env))  # of a text, too
 
 
 def train_tasks(
@@ -71,24 +71,26 @@ def demo_tasks(
     ]  # fmt: skip
 
 
-def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:
+def eval_tasks(envs: Sequence[str | EnvSpec], num_tasks: int) -> list[Task]:
     """The held-out tasks, `num_tasks` of each environment, once each; the same in all evaluations.
 
     Fewer where the data of the environment has fewer rows: further seeds would repeat them.
     """
     return [
         Task(env, EVAL_SEEDS[i], group_id=e * num_tasks + i)
-        for e, env in enumerate(map(EnvSpec, envs))
+        for e, env in enumerate(map(EnvSpec.read, envs))
         for i in range(min(num_tasks, rewarded.num_held_out(env)))
     ]
 
 
-def training_envs(envs: Sequence[str], difficulty: int, level: int = 0) -> list[EnvSpec]:
+def training_envs(envs: Sequence[str | EnvSpec], difficulty: int, level: int = 0) -> list[EnvSpec]:
     """Those to train on: at `difficulty` (0: unchanged), `level` steps of the curriculum harder."""
-    return [harder(with_difficulty(EnvSpec(env), difficulty), level) for env in envs]
+    return [harder(with_difficulty(EnvSpec.read(env), difficulty), level) for env in envs]
 
 
-def held_out_envs(eval_envs: Sequence[str], envs: Sequence[str], difficulty: int) -> list[EnvSpec]:
+def held_out_envs(
+    eval_envs: Sequence[str | EnvSpec], envs: Sequence[str | EnvSpec], difficulty: int
+) -> list[EnvSpec]:
     """Those to evaluate on: --eval-env, or those of --env at the training difficulty."""
     return training_envs(eval_envs, 0) or training_envs(envs, difficulty)
 
@@ -98,13 +100,13 @@ def with_difficulty(spec: EnvSpec, difficulty: int) -> EnvSpec:
 
     Raises UsageError for unknown names and options, and if the environment refuses their values.
 
-    >>> with_difficulty(EnvSpec("math_qa:level=2"), 3)
+    >>> str(with_difficulty(EnvSpec.read("math_qa:level=2"), 3))
     'math_qa:level=3'
     """
     key = difficulty_key(spec) if spec.values else None
     if difficulty and key:
-        others = {k: v for k, v in spec.pairs.items() if k != key}
-        spec = spec.with_pairs(others | {key: str(difficulty)})
+        others = {k: v for k, v in spec.options.items() if k != key}
+        spec = replace(spec, options=others | {key: str(difficulty)})
     has_tools(spec)
     return spec
 
@@ -112,8 +114,10 @@ def with_difficulty(spec: EnvSpec, difficulty: int) -> EnvSpec:
 def harder(spec: EnvSpec, by: int) -> EnvSpec:
     """The spec `by` steps harder, or at its highest difficulty.
 
-    >>> harder(EnvSpec("letter_counting:difficulty=2"), 1), harder(EnvSpec("math_qa"), 99)
-    ('letter_counting:difficulty=3', 'math_qa:level=6')
+    >>> str(harder(EnvSpec.read("letter_counting:difficulty=2"), 1))
+    'letter_counting:difficulty=3'
+    >>> str(harder(EnvSpec.read("math_qa"), 99))
+    'math_qa:level=6'
     """
     key = difficulty_key(spec)
     start = spec.values[key] if key and by > 0 else None
@@ -132,7 +136,7 @@ def next_level(envs: Sequence[EnvSpec], level: int, accuracy: float, target: flo
 
 
 @restored_torch()
-def check_demonstrations(envs: Sequence[str]) -> None:
+def check_demonstrations(envs: Sequence[EnvSpec]) -> None:
     """Raises UsageError for an environment that has no demonstrations, or fails in one."""
     for spec in envs:
         demonstration = None

@@ -65,7 +65,7 @@ def overview() -> Table:
     """Returns a table with the name, the options and the purpose of every environment."""
     table = Table("name", "options", "what it is")
     for name in list_envs():
-        build = EnvSpec(name).constructor
+        build = EnvSpec.read(name).constructor
         options = ", ".join(
             key if p.default is p.empty else f"{key}={p.default}"
             for key, p in inspect.signature(build).parameters.items()

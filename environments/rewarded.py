@@ -269,7 +269,7 @@ def sources(specs: Sequence[str]) -> set[Source]:
     """The data of environments that have some: `rewarded`, `agent` and `math_qa`, but for the data
     sets that `math_qa` knows, which are not divided."""
     found = set()
-    for env in map(EnvSpec, specs):
+    for env in map(EnvSpec.read, specs):
         if env.name in ("rewarded", "agent", "math_qa"):
             o = {"config": "", "split": "train"} | env.values
             prompt = "question" if env.name == "math_qa" else o.get("prompt", "")

@@ -731,8 +731,8 @@ def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(p
 
 def test_so_many_programs_run_at_once(write, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert pool.most_at_once(EnvSpec(write(""))) == 64
-    assert pool.most_at_once(EnvSpec(write("", run="", command="true"))) == 3 + 4
+    assert pool.most_at_once(EnvSpec.read(write(""))) == 64
+    assert pool.most_at_once(EnvSpec.read(write("", run="", command="true"))) == 3 + 4
 
 
 @pytest.mark.parametrize("options, reason", [

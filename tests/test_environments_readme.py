@@ -35,13 +35,13 @@ def test_table_lists_every_environment_with_its_options_and_defaults():
     ours = [
         name
         for name in list_envs()
-        if EnvSpec(name).constructor.__module__.startswith("environments")
+        if EnvSpec.read(name).constructor.__module__.startswith("environments")
     ]
     assert sorted(names) == ours
     for name, row in zip(names, ROWS, strict=True):
         listed = re.findall(r"`(\w+)=([^`]*)`", row[2]) or "as `reverse`" in row[2]
         defaults = {k: str(v).lower() if v in (True, False) and type(v) is bool else str(v)
-                    for k, v in EnvSpec(name).values.items()}  # fmt: skip
+                    for k, v in EnvSpec.read(name).values.items()}  # fmt: skip
         assert listed is True or dict(listed) == defaults, name
 
 

@@ -159,7 +159,7 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept, mo
         returns = [x for group in rounds[len(calls)] for x in group]
         calls.append((drawn, params))
         return [
-            Rollout(task.env, "player", task.seed, task.group_id, error="e" * (x is None),
+            Rollout(task.env.short, "player", task.seed, task.group_id, error="e" * (x is None),
                     turns=[Turn([1], [2], [0.0], "stop", x or 0.0)])
             for task, x in zip(drawn, returns, strict=True)
         ]  # fmt: skip

@@ -342,7 +342,7 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
         rollouts = []
         for i, task in enumerate(drawn):
             correct = i % 3 == 0 if params.temperature else i == 0
-            one = evaluated(task.seed, task.seed, 9, correct, env=task.env)
+            one = evaluated(task.seed, task.seed, 9, correct, env=task.env.short)
             if not params.temperature and i >= 2:
                 one.turns, one.error, one.env_failure = [], "down", i == 3
             rollouts.append(one)
@@ -351,7 +351,7 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     def play_trivial(drawn, trivial):
         """Of the three tasks that were played: right, wrong, and lost."""
         ends = [(True, False), (False, False), (False, True)]
-        return [replace(evaluated(t.seed, t.seed, 9, correct, env=t.env), env_failure=lost)
+        return [replace(evaluated(t.seed, t.seed, 9, correct, env=t.env.short), env_failure=lost)
                 for t, (correct, lost) in zip(drawn, ends, strict=True)]  # fmt: skip
 
     phase = SimpleNamespace(advance=lambda *args, **options: None)

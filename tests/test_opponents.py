@@ -51,7 +51,8 @@ def joined(policy, folder, *specs, samplers=None, progress=None):
     ],
 )
 def test_the_opponents_of_an_environment_keep_their_meaning(spec, game, opponent):
-    assert (EnvSpec(spec).game, EnvSpec(spec).opponent) == (game, opponent)
+    assert EnvSpec.read(spec).opponent == opponent
+    assert EnvSpec.read(spec).values == EnvSpec.read(game).values
     assert isinstance(make(spec), MultiAgentEnv) == bool(opponent)
 
 

@@ -11,17 +11,18 @@ from conftest import SMALL
 
 import train
 from core import tasks
-from core.config import Config
+from core.config import Config, resolve, validate
 from core.faults import UsageError
-from core.files.folder import read_settings
+from core.files.folder import config_to_dict, read_settings
 from core.files.log import read_records
 from core.report.summary import repeat_command
-from environments.base import Env, Step
+from environments.base import Env, MultiAgentEnv, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import (
     ENVIRONMENTS,
     EnvSpec,
     absolute,
+    checksums,
     import_attribute,
     make,
     register,
@@ -63,26 +64,42 @@ def place(tmp_path, monkeypatch, command):
 
 
 @pytest.mark.parametrize(("spec", "name", "options"), [
-    ("snake", "snake", ""), ("my_envs.games:Maze:size=4", "my_envs.games:Maze", "size=4"),
-    ("snake:Maze", "snake", "Maze"),  # a built-in name stays the built-in environment
-    (r"C:\my envs\x.py:Maze", r"C:\my envs\x.py:Maze", ""),
-    ("/a:b/c=d/x.py:Maze:size=4", "/a:b/c=d/x.py:Maze", "size=4"),
+    ("snake", "snake", {}), ("my_envs.games:Maze:size=4", "my_envs.games:Maze", {"size": "4"}),
+    (r"C:\my envs\x.py:Maze", r"C:\my envs\x.py:Maze", {}),
+    ("/a:b/c=d/x.py:Maze:size=4", "/a:b/c=d/x.py:Maze", {"size": "4"}),
 ])  # fmt: skip
-def test_split_spec_separates_the_name_from_the_options(spec, name, options):
-    assert (EnvSpec(spec).name, EnvSpec(spec).options) == (name, options)
+def test_a_spec_is_read_as_a_name_and_options_and_written_as_it_was(spec, name, options):
+    read = EnvSpec.read(spec)
+    assert (read.name, read.options) == (name, options)
+    assert str(read) == spec and EnvSpec.read(read) is read
+
+
+def test_a_built_in_name_stays_the_built_in_environment():
+    with pytest.raises(UsageError, match="write options as key=value, each once, not 'Maze'"):
+        EnvSpec.read("snake:Maze")
+
+
+def test_specs_are_equal_if_they_say_the_same():
+    one, same, other = map(
+        EnvSpec.read, ("snake:size=4, fruits=2", "snake:fruits=2,size=4", "snake")
+    )
+    assert one == same != other and {one: 1}[same] == 1
+    assert str(one) == "snake:size=4,fruits=2"
 
 
 def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkeypatch):
     monkeypatch.syspath_prepend(place)
     specs = ["games.py:Maze:size=4", "my_envs/games.py:Maze:size=4", "my_envs.games:Maze:size=4"]
     for spec in [*specs, f"{place}/games.py:Maze:size=4"]:
-        assert make(spec).reset(7)[0]["content"] == "go 7 4" and EnvSpec(spec).values["size"] == 4
+        assert (
+            make(spec).reset(7)[0]["content"] == "go 7 4" and EnvSpec.read(spec).values["size"] == 4
+        )
     assert make("games.py:small").size == 3
-    build = EnvSpec("games.py:Maze").constructor
-    assert build is EnvSpec("games.py:Maze:size=4").constructor
-    spec = EnvSpec("games.py:Maze:level=2,size=4")
-    assert tasks.with_difficulty(spec, 5) == "games.py:Maze:size=4,level=5"
-    assert tasks.harder(EnvSpec("my_envs.games:Maze"), 2) == "my_envs.games:Maze:level=3"
+    build = EnvSpec.read("games.py:Maze").constructor
+    assert build is EnvSpec.read("games.py:Maze:size=4").constructor
+    spec = EnvSpec.read("games.py:Maze:level=2,size=4")
+    assert str(tasks.with_difficulty(spec, 5)) == "games.py:Maze:size=4,level=5"
+    assert str(tasks.harder(EnvSpec.read("my_envs.games:Maze"), 2)) == "my_envs.games:Maze:level=3"
 
 
 @pytest.mark.parametrize(("spec", "full"), [
@@ -106,9 +123,71 @@ def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(place, spe
     Path("math").mkdir()
     Path("rows.jsonl").touch()
     found, full = absolute(spec), full.format(place)
-    assert found == full == absolute(found)
+    assert str(found) == full == str(absolute(full))
     if not spec.endswith("end=."):
-        assert EnvSpec(found).short == relative(found) == spec
+        assert found.short == relative(full) == spec
+
+
+def test_the_home_folder_and_names_with_accents_are_paths_and_other_quotes_stay(place, monkeypatch):
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.setenv("USERPROFILE", str(place))
+    (place / "größe x.jsonl").touch()
+    found = absolute('~/games.py:Maze:map="größe x.jsonl",start=\'a b\',end="./none"')
+    assert str(found) == (
+        f'{place}/games.py:Maze:map="{place}/größe x.jsonl",start=\'a b\',end="./none"'
+    )
+
+
+def test_the_meanings_of_own_code_are_read_with_trust_alone(place):
+    (place / "told.py").write_text(f"{GAMES}\nMaze.meanings = {{'steps': 'of the way'}}\n")
+    assert registry.meanings(["told.py:Maze"]) == {}
+    assert registry.meanings(["told.py:Maze"], trust=True) == {"steps": "of the way"}
+
+
+def test_an_opponent_needs_a_game_and_its_player(place):
+    for spec, line in [
+        ("snake:opponent=guess", "an opponent needs an environment that names its `agents`"),
+        ("alone:opponent=demonstrate", "the environment has no `demonstrate`"),
+    ]:
+        register("alone")(Alone)
+        with pytest.raises(UsageError, match=line):
+            make(spec)
+
+
+class Alone(MultiAgentEnv):
+    agents = ("first", "second")
+
+    def reset(self, seed):
+        return {}
+
+    def step(self, responses):
+        return {}
+
+
+def test_settings_have_specs_as_values_and_their_file_as_texts(place):
+    cfg = resolve(Config(env=("games.py:Maze:size=4",), eval_env=("snake",)))
+    assert cfg.env == (EnvSpec(f"{place}/games.py:Maze", {"size": "4"}),)
+    assert resolve(cfg) == cfg
+    saved = config_to_dict(cfg)
+    assert saved["env"] == [f"{place}/games.py:Maze:size=4"] and saved["eval_env"] == ["snake"]
+
+
+def test_a_class_stays_with_its_spec_when_its_file_goes(place):
+    spec = absolute("games.py:Maze")
+    assert make(spec).size == 3
+    (place / "games.py").unlink()
+    assert make(spec).size == 3
+    with pytest.raises(UsageError, match="there is no file"):
+        make(str(spec))
+
+
+def test_settings_refuse_two_files_of_one_name_and_unprintable_names(place):
+    for specs, line in [
+        (("games.py:Maze", "my_envs/games.py:Maze"), "two environments have the same file name"),
+        (("games.py:Maze:plain=\a",), "--env has unprintable characters"),
+    ]:
+        with pytest.raises(UsageError, match=line):
+            validate(resolve(Config(env=specs)))
 
 
 def test_paths_with_spaces_are_quoted_so_that_every_option_reads_them(tmp_path, monkeypatch):
@@ -121,11 +200,11 @@ def test_paths_with_spaces_are_quoted_so_that_every_option_reads_them(tmp_path, 
         "def two(completions):\n    return [2.0 for _ in completions]\n"
     )
     found = absolute("rewarded:data=my rows.jsonl,reward=rewards.py:one rewards.py:two")
-    assert found == absolute(found) and str(folder) in found
+    assert found == absolute(str(found)) and str(folder) in str(found)
     monkeypatch.chdir("/")
     env = make(found)
     env.reset(0)
-    assert env.step("?").reward == 3.0 and "/" not in EnvSpec(found).short
+    assert env.step("?").reward == 3.0 and "/" not in found.short
 
 
 POOLED = """
@@ -155,6 +234,8 @@ def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("none.py:Maze", ["no file none.py"]), ("games.py", ["FILE.py:Class"]),
+    ("games.py:Maze:bad", ["write options as key=value"]),
+    ("my_envs/games:Maze", ["unknown environment 'my_envs/games'", "FILE.py:Class"]),
     ("games.py:Labyrinth", ["games.py has no Labyrinth"]),
     ("pathlib:PurePath", ["it returned Pure"]), ("Snake", ["did you mean snake?"]),
     ("games.py:Maze:size=9", ["KeyError: 9", "games.py, line 7"]),
@@ -190,6 +271,19 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     assert code == 2 and "no file" in err and "name it again" in err
     code, _, err = command(*again, "--env", f"{tmp_path}/moved/games.py:Maze:size=4")
     assert code == 0, err
+
+
+def test_checksums_are_those_of_code_and_what_it_imports_but_not_of_data(place):
+    (place / "rows.jsonl").touch()
+    (place / "rewards.py").write_text("import words\n")
+    spec = "rewarded:data=rows.jsonl,reward=rewards.py:a"
+    assert checksums(absolute(spec)).keys() == {"rewards.py", "words.py"}
+    assert checksums(absolute("snake:size=4")) == {}
+    before = checksums(absolute("games.py:Maze"))
+    (place / "words.py").write_text("WORD = 'stop'\n")
+    after = checksums(absolute("games.py:Maze"))
+    assert before.keys() == after.keys() == {"games.py", "words.py"}
+    assert before["games.py"] == after["games.py"] and before["words.py"] != after["words.py"]
 
 
 def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command):
@@ -271,7 +365,7 @@ def typed(
 ])  # fmt: skip
 def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
     register("typed")(typed)
-    converted = EnvSpec(f"typed:{text},other=5").values[key]
+    converted = EnvSpec.read(f"typed:{text},other=5").values[key]
     assert converted == value and type(converted) is type(value)
 
 
@@ -284,13 +378,15 @@ def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
 def test_a_wrong_name_option_or_value_is_one_line(spec, words):
     register("typed")(typed)
     with pytest.raises(UsageError) as error:
-        assert EnvSpec(spec).values
+        assert EnvSpec.read(spec).values
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words)
 
 
 def test_other_keys_are_passed_on_to_kwargs_as_json_or_text():
     register("typed")(typed)
-    values = EnvSpec('typed:map=8x8,slippery=false,size=4,name="5",rows=["SF","FG"],depth=1').values
+    values = EnvSpec.read(
+        'typed:map=8x8,slippery=false,size=4,name="5",rows=["SF","FG"],depth=1'
+    ).values
     others = {"map": "8x8", "slippery": False, "size": 4, "name": "5", "rows": ["SF", "FG"]}
     assert values | others == values
 

@@ -251,7 +251,7 @@ def test_an_evaluation_asks_each_row_of_the_data_once():
     write("few.jsonl", [{"prompt": f"row {n}"} for n in range(40)])
     spec = "rewarded:data=few.jsonl,reward=rewards.py:two"
     env, tasks = make(spec), eval_tasks([spec, "letter_counting"], 256)
-    asked = [env.reset(task.seed)[0]["content"] for task in tasks if task.env == spec]
+    asked = [env.reset(task.seed)[0]["content"] for task in tasks if str(task.env) == spec]
     assert sorted(asked) == sorted(row["prompt"] for row in env.test)
     assert len(tasks) == len(env.test) + 256
 

@@ -150,7 +150,7 @@ def play(policy, monkeypatch):
     def play(seed, shows_right=True):
         collector = RolloutCollector(policy, max_turns=2)
         collector.shows_right = shows_right
-        task = Task(registry.EnvSpec("capital"), seed, group_id=0)
+        task = Task(registry.EnvSpec.read("capital"), seed, group_id=0)
         [rollout] = collector.collect([task], Scripted(policy, "hm"), PARAMS)
         assert not rollout.error
         return rollout.turns

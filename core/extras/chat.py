@@ -119,7 +119,7 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
     if flags.env:
         cfg = replace(cfg, eval_env=(flags.env,))
     cfg = config.resolve(cfg)
-    begin_run(RunInfo(cfg.env, cfg.eval_env or cfg.env))
+    begin_run(RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)]))
     if flags.env:
         tasks.held_out_envs(cfg.eval_env, (), 0)  # raises for an unknown name
     return flags, replace(

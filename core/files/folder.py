@@ -165,16 +165,16 @@ def by_flag(settings: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             found |= {f"{name}.{key}": option for key, option in value.items()}
         elif name in ("env", "eval_env"):
-            found[name] = [EnvSpec(env).short for env in value]
+            found[name] = [EnvSpec.read(env).short for env in value]
         else:
             found[name] = name_of(value) if name == "algo" else value
     return found
 
 
-def again(envs: Iterable[str], *flags: str) -> str:
+def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:
     """What starts train.py with `flags`, which name a run on `envs`: a command, or else a call for
     the Python that has them."""
-    if any(EnvSpec(env).only_in_python for env in envs):
+    if any(EnvSpec.read(env).only_in_python for env in envs):
         return f"train.run_command({[*flags]})"
     return quoted(["python", "train.py", *flags])
 

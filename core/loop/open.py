@@ -56,7 +56,7 @@ from core.terminal.console import Display, print_line
 from core.terminal.interrupt import Interrupt, is_program
 from environments import Env, rewarded
 from environments.base import RunInfo
-from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings
+from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings, short_names
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def prepare(cfg: Config) -> tuple[Config, RunInfo]:
     """
     cfg = config.resolve(cli.complete(cfg))
     config.validate(cfg)
-    info = RunInfo(cfg.env, cfg.eval_env or cfg.env, cfg.num_updates)
+    info = RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)], cfg.num_updates)
     begin_run(info)  # before any other use: it says which rows of data sets are held out
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
     train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
@@ -153,7 +153,7 @@ def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
         raise UsageError("torchrun --max-restarts needs a --run-name, to find the run to resume")
     if restarted and (RUNS / cfg.run_name).exists():
         return RUNS / cfg.run_name, False
-    names = [env.name.rpartition(":")[2] for env in map(EnvSpec, cfg.env)]  # of module:Class, Class
+    names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
     stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"
     return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
 
@@ -303,12 +303,12 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Algorithm, reserved: i
 def num_rollouts(cfg: Config) -> int:
     """How many completions this rank samples at the same time, at most; 0: unknown, as for games.
 
-    >>> num_rollouts(Config(num_prompts=16, group_size=8, eval_num_tasks=100))
+    >>> num_rollouts(config.resolve(Config(num_prompts=16, group_size=8, eval_num_tasks=100)))
     128
-    >>> num_rollouts(Config(env=("iterated_game",)))
+    >>> num_rollouts(config.resolve(Config(env=("iterated_game",))))
     0
     """
-    if not all(map(has_one_agent, map(EnvSpec, (*cfg.env, *cfg.eval_env)))):
+    if not all(map(has_one_agent, (*cfg.env, *cfg.eval_env))):
         return 0
     trained = cfg.num_prompts * cfg.group_size if cfg.num_updates else 0
     evaluated = cfg.eval_num_tasks * max(1, cfg.eval_samples) * len(cfg.eval_env or cfg.env)
@@ -342,7 +342,7 @@ def _continue_files(
     recorded = [line for name, line in changed.items() if name not in config.FREE_ON_RESUME]
     held_out = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
     files = distributed.broadcast_from_rank_0(
-        lambda: {env: checksums(env) for env in (*cfg.env, *held_out)}
+        lambda: [(env.short, checksums(env)) for env in (*cfg.env, *held_out)]
     )
     edited = evaluation.forget_edited(files, progress)
     notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded),
@@ -358,8 +358,7 @@ def _continue_files(
 def _open_display(cfg: Config, algorithm: Algorithm, policy: Policy, quiet: bool) -> Display:
     algo = title_of(cfg.algo, algorithm.variant or cfg.options.loss_type)
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
-    envs = " ".join(EnvSpec(env).short for env in cfg.env)
-    title = f"picoRL · {algo} · {envs} · {policy.size()}{ranks}"
+    title = f"picoRL · {algo} · {short_names(cfg.env)} · {policy.size()}{ranks}"
     updates = 0 if cfg.max_sampled_tokens else cfg.num_updates
     return Display(title, None, quiet, meanings(cfg.env, trust=True), updates)
 
@@ -367,7 +366,7 @@ def _open_display(cfg: Config, algorithm: Algorithm, policy: Policy, quiet: bool
 def _make_collector(
     cfg: Config, policy: Policy, opponents: Any, say: Callable[[str], None]
 ) -> RolloutCollector:
-    envs, renderer = [*map(EnvSpec, (*cfg.env, *cfg.eval_env))], Renderer
+    envs, renderer = (*cfg.env, *cfg.eval_env), Renderer
     if any(map(tasks.has_tools, envs)):
         from core.extras.tools import ToolRenderer as renderer
     play_program: Any = None
@@ -387,7 +386,6 @@ def _lines_about_data(cfg: Config, collector: RolloutCollector) -> list[str]:
     """Leaves out the rows of `rewarded` that cannot be a prompt of the model; lines about them, and
     about what counts as right."""
     render, length = collector.renderer.first_prompt, collector.policy.max_length
-    envs = map(EnvSpec, dict.fromkeys((*cfg.env, *cfg.eval_env)))
-    own = [env for env in envs if env.name == "rewarded"]
+    own = [env for env in dict.fromkeys((*cfg.env, *cfg.eval_env)) if env.name == "rewarded"]
     left_out = (rewarded.leave_out(env, render, length) for env in own)
     return [line for line in (*left_out, *map(rewarded.what_is_right, own)) if line]

@@ -17,7 +17,6 @@ from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 from core.report import write_pages
 from core.terminal.console import Display
-from environments.plumbing.registry import EnvSpec
 
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
 FIRST_PAGES = 2.0  # seconds to expect of the first ones, which import matplotlib
@@ -69,5 +68,5 @@ class Outputs:
         """The command that resumes this run."""
         trust = config.trust_flags(vars(self.cfg), self.folder / "config.yaml")
         flags = "--resume", str(self.folder), *trust
-        only_here = any(EnvSpec(env).only_in_python for env in self.cfg.env)
+        only_here = any(env.only_in_python for env in self.cfg.env)
         return run_dir.again(self.cfg.env, *flags) if only_here else run_dir.train_command(*flags)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from core.faults import Fault
-from environments.plumbing.registry import EnvSpec, meanings
+from environments.plumbing.registry import meanings, short_names
 from environments.plumbing.text import one_line
 
 
@@ -23,7 +23,7 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
     from core.report.summary import algorithm_title, write_readme
 
     records = read_records(run_dir / METRICS)
-    envs = " ".join(EnvSpec(env).short for env in config["env"])
+    envs = short_names(config["env"])
     title = f"{algorithm_title(config)} on {envs} · {config['model_id']}"
     curves = partial(
         draw_curves, run_dir / "curves.png", records, f"{title} · seed {config['seed']}",

@@ -22,7 +22,7 @@ from typing import Any
 from core.faults import UsageError
 from core.report.summary import algorithm_title, minutes, sampled_tokens
 from core.results import Record, accuracy_of, before_after
-from environments.plumbing.registry import EnvSpec
+from environments.plumbing.registry import short_names
 
 TOLERANCE = 1.05  # of the budget
 HEADERS = ["rank", "run", "algorithm", "held-out accuracy [95%]", "sampled tokens", "minutes"]
@@ -94,7 +94,7 @@ def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
     model = model.parent if model.name == "model" else model
     return (
         ("evaluated on", env), ("held-out tasks", config["eval_num_tasks"]), ("from", model.name),
-        ("trained on", " ".join(EnvSpec(env).short for env in config["env"])),
+        ("trained on", short_names(config["env"])),
         ("warm-start steps", config["sft_steps"]),
         ("accuracy before RL", f"{first[f'eval/{env}/accuracy']:.2f}"),
     )  # fmt: skip

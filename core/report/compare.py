@@ -39,7 +39,7 @@ from core.report.summary import (
     tokens_to_target,
 )
 from core.results import Record, accuracy_of, before_after
-from environments.plumbing.registry import EnvSpec
+from environments.plumbing.registry import short_names
 from environments.plumbing.text import printable
 
 HEADERS = ["run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
@@ -137,7 +137,7 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
     """
     found: list[tuple[str, float, float, list[str]]] = []
     for run_dir, config, records in runs:
-        trained = " ".join(EnvSpec(env).short for env in config["env"])
+        trained = short_names(config["env"])
         for env, first, last in before_after(records) or [(trained, {}, {})]:
             tokens, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
             row = [

@@ -30,7 +30,7 @@ from core.report.summary import (
 )
 from core.results import Record, before_after
 from core.warning_texts import WARNINGS
-from environments.plumbing.registry import EnvSpec, meanings
+from environments.plumbing.registry import meanings, short_names
 from environments.plumbing.text import printable_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -108,7 +108,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     data: Record = {
         "name": run_dir.name,
         "algo": algorithm_title(config),
-        "env": " ".join(EnvSpec(env).short for env in config["env"]),
+        "env": short_names(config["env"]),
         "model": str(config["model_id"]),
         "seed": config["seed"],
         "command": repeat_command(run_dir, config),

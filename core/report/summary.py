@@ -9,7 +9,7 @@ from core.config import trust_flags
 from core.files.atomic import published
 from core.files.folder import again
 from core.results import Record, accuracy_of, before_after
-from environments.plumbing.registry import EnvSpec
+from environments.plumbing.registry import short_names
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
 
@@ -62,7 +62,7 @@ def write_readme(
         **{key: config[key] for key in ("model_id", "seed", "sft_steps")},
         algo=algorithm_title(config),
         name=run_dir.name,
-        env=" ".join(EnvSpec(env).short for env in config["env"]),
+        env=short_names(config["env"]),
         updates=num_updates(records),
         minutes=minutes(records),
         torch=torch.__version__,

@@ -8,9 +8,10 @@ type is allowed, JSON is JSON, such as true or 0.5, and all else text.
 import inspect
 import json
 import math
+import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,6 +20,8 @@ import yaml
 
 from environments.base import UsageError
 
+# Of a value: a text in quotes, or what stands between spaces, commas and brackets
+WORD = r"""(?s)"(?:[^"\\]|\\.)*"|'[^']*'|[^\s,\[\]{}"']+"""
 WORDS: dict[Any, dict[str, Any]] = {
     bool: {"true": True, "false": False},
     NoneType: {"none": None, "null": None},
@@ -66,13 +69,36 @@ def read_literal(text: str) -> Any:
         return text
 
 
-def unquoted(text: str) -> str:
-    """The text in quotes; any other text unchanged."""
-    return str(_without_quotes(text))
-
-
 class Quoted(str):
     """A text that had quotes, so that it is no number and not several words."""
+
+
+def unquoted(text: str) -> str:
+    """The text in quotes, as a `Quoted`; any other text unchanged."""
+    if single := re.fullmatch("'([^']*)'", text):
+        return Quoted(single[1])
+    with suppress(ValueError):
+        return Quoted(json.loads(text)) if text.startswith('"') else text
+    return text
+
+
+def map_words(text: str, change: Callable[[str], str]) -> str:
+    """A value with `change` applied to each text in it; one that changes gets the quotes it needs.
+
+    A path with spaces may be the whole value, without quotes.
+
+    >>> map_words("[a, 'b c', 3] d", lambda word: word.replace("b", "x"))
+    '[a, "x c", 3] d'
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        word = unquoted(match[0])
+        new = change(word)
+        if new == word:
+            return match[0]
+        return json.dumps(new, ensure_ascii=False) if re.search(r"[\s,'\[\]{}]", new) else new
+
+    return re.sub(".+" if os.path.exists(text) else WORD, replaced, text)
 
 
 class Flow(yaml.BaseLoader):
@@ -98,19 +124,11 @@ def convert(text: str, parameter: inspect.Parameter) -> Any:
         if text.startswith(("[", "{")):
             return _as_kind(yaml.load(text, Flow), kind)  # noqa: S506  it makes texts only
     try:
-        return _as_kind(_without_quotes(text), kind)
+        return _as_kind(unquoted(text), kind)
     except WRONG:
         if get_origin(kind) is Literal:
             raise ValueError(f"one of {', '.join(map(str, get_args(kind)))}") from None
         raise ValueError(f"of type {kind.__name__ if type(kind) is type else kind}") from None
-
-
-def _without_quotes(text: str) -> str:
-    if single := re.fullmatch("'([^']*)'", text):
-        return Quoted(single[1])
-    with suppress(ValueError):
-        return Quoted(json.loads(text)) if text.startswith('"') else text
-    return text
 
 
 def _as_kind(value: Any, kind: Any) -> Any:

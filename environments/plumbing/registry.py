@@ -7,8 +7,8 @@ NAME is one of
     my_envs/games.py:Maze     the same of a file
 
 Files are looked for in the current folder, modules on sys.path. The commands make a spec absolute
-where they read it (`absolute`), so a run can be resumed from another folder: a module that they
-find in the current folder becomes /that/folder/my_envs.games:Maze. `options.py` reads the options.
+where they read it, so a run can be resumed from another folder: a module that they find in the
+current folder becomes /that/folder/my_envs.games:Maze. `options.py` reads the options.
 
 The table maps each built-in name to "module:class". The module is imported when the environment is
 first used, so the libraries of the other environments are not loaded.
@@ -23,25 +23,24 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from environments.base import Env, MultiAgentEnv, RunInfo, UsageError, restored_torch
-from environments.plumbing.options import convert, key_value_pairs, unquoted
+from environments.plumbing.options import convert, key_value_pairs, map_words, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
-Change = Callable[[str, int, bool], str]
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
     "agent": "environments.adapters.agent:AgentProgram",
@@ -72,14 +71,12 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
 OPPONENT = re.compile(r"guess|demonstrate|older(:.*)?|[.~].*|.*[\\/].*")
 # module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options
 SOURCE = re.compile(
-    r"([\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):([^\W\d]\w*)(?::(.*))?", re.DOTALL
+    r"((?:[\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):[^\W\d]\w*)(?::(.*))?", re.DOTALL
 )
-# A word of an option that names code: FILE.py:name, module:name or FOLDER/module:name
-CODE = re.compile(r"((?:[A-Za-z]:)?.+?):([^\W\d][\w/-]*)", re.DOTALL)
+# PLACE:name in an option, where a name may be one of gymnasium
+CODE = re.compile(r"(.+)(:[^\W\d][\w/-]*)", re.DOTALL)
 # A command of `remote` whose files are here, not in a container or on another machine
 OWN_PROGRAM = re.compile(r"[./~]|python|[A-Za-z]:[\\/]")
-# Of the value of an option: a text in quotes, or what stands between spaces, commas and brackets
-WORD = re.compile(r""" "(?:[^"\\]|\\.)*" | '[^']*' | [^\s,\[\]{}"']+ """, re.DOTALL | re.VERBOSE)
 IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 HERE = str(Path(__file__).parent.parent)
 NOT_OWN = (  # code in which a user does not look for the cause of an error
@@ -143,67 +140,87 @@ def list_envs() -> list[str]:
     return sorted(ENVIRONMENTS)
 
 
-class EnvSpec(str):
-    """A spec as a value: the text, and what it says, read once and only where it is asked for.
+def unknown_name(name: str) -> UsageError:
+    """The error about a name that no environment has."""
+    similar = difflib.get_close_matches(name.lower(), list_envs(), n=1)
+    hint = f"did you mean {similar[0]}? " if similar else ""
+    names = ", ".join(list_envs())
+    return UsageError(f"unknown environment {name!r}; {hint}a class of yours is FILE.py:Class, or "
+                      f"train.run(.., env=Class) in Python; available: {names}")  # fmt: skip
 
-    >>> spec = EnvSpec("C:/my/games.py:Maze:size=4,url=http://a")
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """Which environment, and its options as they are written: what a spec says.
+
+    To read one imports nothing, since it may come from another person's file. What needs the
+    environment's code imports it, and raises UsageError if that fails.
+
+    >>> spec = EnvSpec.read("C:/my/games.py:Maze:size=4,url=http://a")
     >>> spec.name, spec.options, spec.short
-    ('C:/my/games.py:Maze', 'size=4,url=http://a', 'games.py:Maze:size=4,url=http://a')
-    >>> EnvSpec("tic_tac_toe:opponent=runs/x").opponent, EnvSpec("reverse:length=7").values
-    ('runs/x', {'kind': 'words', 'turns': 3, 'length': 7})
+    ('C:/my/games.py:Maze', {'size': '4', 'url': 'http://a'}, 'games.py:Maze:size=4,url=http://a')
+    >>> EnvSpec.read("reverse:length=7").values
+    {'kind': 'words', 'turns': 3, 'length': 7}
     """
 
-    def __new__(cls, text: str) -> "EnvSpec":
-        return text if isinstance(text, cls) else super().__new__(cls, text)
+    name: str
+    options: Mapping[str, str] = field(hash=False)
 
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return EnvSpec, (str(self),)  # without what was read
+    @classmethod
+    def read(cls, spec: "str | EnvSpec") -> "EnvSpec":
+        """What a text says; a value unchanged. Raises UsageError for options that are no such."""
+        if isinstance(spec, EnvSpec):
+            return spec
+        name, _, options = spec.partition(":")
+        if name not in ENVIRONMENTS and (match := SOURCE.fullmatch(spec)):
+            name, options = match.groups("")
+        try:
+            return cls(name, key_value_pairs(options, f"--env {spec}"))
+        except UsageError as error:  # such as of games:Maze in a folder
+            raise error if ":" in name or name in ENVIRONMENTS else unknown_name(name) from None
+
+    def __str__(self) -> str:
+        options = ",".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
 
     @cached_property
-    def _parts(self) -> tuple[str, str]:
-        name, _, options = self.partition(":")
-        match = _source(self)
-        return (f"{match[1]}:{match[2]}", match[3] or "") if match else (name, options)
+    def short(self) -> str:
+        """Its name in titles and metrics: the text without the folders of absolute paths."""
+        return str(self.with_paths(lambda path, key: short_path(path, 1 + (key == "opponent"))))
+
+    def with_paths(self, change: Callable[[str, str], str]) -> "EnvSpec":
+        """The spec with `change` applied to what may be a path or PLACE:name, and its option."""
+
+        def changed(key: str, text: str) -> str:
+            if (self.name, key) == ("remote", "env"):  # a spec
+                served = EnvSpec.read(text.replace(";", ",")).with_paths(change)
+                return str(served).replace(",", ";")
+            if (self.name, key) == ("remote", "command") and not OWN_PROGRAM.match(text):
+                return text
+            return map_words(text, lambda word: change(word, key))
+
+        name = change(self.name, "") if ":" in self.name else self.name
+        return EnvSpec(name, {key: changed(key, text) for key, text in self.options.items()})
 
     @property
-    def name(self) -> str:
-        """The name, module:Class if it is imported."""
-        return self._parts[0]
+    def opponent(self) -> str:
+        """The opponent that is no option of the environment; "" if there is none."""
+        opponent = str(unquoted(self.options.get("opponent", "")))
+        return opponent if OPPONENT.fullmatch(opponent) else ""
 
     @property
     def only_in_python(self) -> bool:
         """Whether only this Python has it (`register`, `name_object`), so no command finds it."""
         return not isinstance(ENVIRONMENTS.get(self.name, ""), str)
 
-    @property
-    def options(self) -> str:
-        """The text of the options."""
-        return self._parts[1]
-
-    @cached_property
-    def pairs(self) -> dict[str, str]:
-        """The options as they are written. Raises UsageError for another text."""
-        return key_value_pairs(self.options, f"--env {self}")
-
-    def with_pairs(self, pairs: dict[str, str]) -> "EnvSpec":
-        """The same environment with other options."""
-        return EnvSpec(":".join(filter(None, [self.name, ",".join(map("=".join, pairs.items()))])))
-
-    @cached_property
+    @cached_property  # the file of a run may change or go
     def constructor(self) -> Constructor:
-        """The class or function that builds the environment.
-
-        Raises UsageError for an unknown name, and if the module or file cannot be imported.
-        """
+        """The class or function that builds the environment."""
         entry = ENVIRONMENTS.get(self.name, self.name)
         if not isinstance(entry, str):
             return entry
         if ":" not in entry:
-            similar = difflib.get_close_matches(entry.lower(), list_envs(), n=1)
-            hint = f"did you mean {similar[0]}? " if similar else ""
-            raise UsageError(f"unknown environment {entry!r}; {hint}a class of yours is "
-                             "FILE.py:Class, or train.run(.., env=Class) in Python; available: "
-                             f"{', '.join(list_envs())}")  # fmt: skip
+            raise unknown_name(entry)
         try:
             found = import_attribute(entry)
         except UsageError as error:
@@ -222,133 +239,143 @@ class EnvSpec(str):
             return getattr(self.constructor, name, False)
         return False
 
-    @cached_property
-    def _game_and_opponent(self) -> tuple["EnvSpec", str]:
-        if "opponent" not in self.options:
-            return self, ""
-        pairs = dict(self.pairs)
-        opponent = unquoted(pairs.pop("opponent", ""))
-        if not OPPONENT.fullmatch(opponent):
-            return self, ""
-        if self.accepts("opponent"):
-            pairs["opponent"] = "self"
-        return self.with_pairs(pairs), opponent
-
     @property
-    def game(self) -> "EnvSpec":
-        """Of a game with an `opponent`: the game between agents; else the spec itself."""
-        return self._game_and_opponent[0]
-
-    @property
-    def opponent(self) -> str:
-        """The opponent that is no option of the environment; "" if there is none."""
-        return self._game_and_opponent[1]
-
-    @cached_property
     def values(self) -> dict[str, Any]:
         """Every option of the environment with its value: from the spec, else its default.
 
-        Raises UsageError for an unknown name or key, a repeated key, and a value of the wrong type.
+        Raises UsageError for an unknown key, and a value of the wrong type.
         """
-        spec = self.game
         try:
-            parameters = inspect.signature(spec.constructor, eval_str=True).parameters.values()
+            parameters = inspect.signature(self.constructor, eval_str=True).parameters.values()
         except NameError as error:  # of an annotation
-            raise UsageError(f"--env {spec}: {describe_error(error)}") from error
+            raise UsageError(f"--env {self}: {describe_error(error)}") from error
         named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         others = [p for p in parameters if p.kind is p.VAR_KEYWORD]  # **kwargs
         values = {name: p.default for name, p in named.items() if p.default is not p.empty}
-        for key, text in spec.pairs.items():
+        for key, text in self.options.items():
+            if key == "opponent" and self.opponent:  # plays against the agent that the game asks
+                values |= {key: "self"} if key in named else {}
+                continue
             if key not in named and not others:
                 names = ", ".join(named) or "none"
-                raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}")
+                raise UsageError(f"--env {self}: unknown key {key!r}; available keys: {names}")
             try:
                 values[key] = convert(text, named[key] if key in named else others[0])
             except ValueError as error:
-                raise UsageError(f"--env {spec}: {key} must be {error}, not {text!r}") from None
+                raise UsageError(f"--env {self}: {key} must be {error}, not {text!r}") from None
         return values
 
-    @cached_property
-    def short(self) -> str:
-        """The spec without the folders of its absolute paths: its name in titles and metrics."""
-        return _change_paths(self, lambda path, parts, _: short_path(path, parts))
 
-
-def make(spec: str) -> Env | MultiAgentEnv:
+@restored_torch()
+def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
     """Builds an environment from its spec.
 
     Raises UsageError for an unknown name or key, for a value that the option's type or the
     environment does not allow, and for any other exception of the constructor.
     """
-    spec = EnvSpec(spec)
-    env, opponent = _make(spec.game), spec.opponent
-    if opponent:
-        if not isinstance(env, MultiAgentEnv) or len({*env.agents}) < 2:
-            raise UsageError(f"--env {spec}: an opponent needs an environment that names its "
-                             '`agents`, such as agents = ("first", "second")')  # fmt: skip
+    spec = EnvSpec.read(spec)
+    values, opponent = spec.values, spec.opponent
+    try:
+        env = spec.constructor(**values)
+        if not isinstance(env, Env | MultiAgentEnv):
+            raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv")
+        if opponent and (not isinstance(env, MultiAgentEnv) or len({*env.agents}) < 2):
+            raise UsageError("an opponent needs an environment that names its `agents`, such as "
+                             'agents = ("first", "second")')  # fmt: skip
         method = getattr(MultiAgentEnv, opponent, None)  # guess or demonstrate
         if method and getattr(type(env), opponent) is method:
-            raise UsageError(f"--env {spec}: the environment has no `{opponent}`")
-    return env
+            raise UsageError(f"the environment has no `{opponent}`")
+        return env
+    except UsageError as error:
+        raise UsageError(f"--env {spec}: {error}") from None
+    except Exception as error:
+        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
 
 
-def runs_code(spec: str) -> bool:
-    """Whether `make` would run code or a command that `spec` itself names. Imports nothing.
+def runs_code(spec: str | EnvSpec) -> bool:
+    """Whether `make` would run code or a command that the spec itself names. Imports nothing.
 
     >>> [runs_code(s) for s in ("snake", "gymnasium:id=CartPole-v1", "gymnasium:id=module:Env")]
     [False, False, True]
     """
-    name = EnvSpec(spec).name
-    if ":" in name or name == "rewarded":
+    spec = EnvSpec.read(spec)
+    if ":" in spec.name or spec.name == "rewarded":
         return True
-    if not str(ENVIRONMENTS.get(name, "")).startswith("environments.adapters."):
+    if not str(ENVIRONMENTS.get(spec.name, "")).startswith("environments.adapters."):
         return False
-    try:
-        pairs = EnvSpec(spec).pairs
-    except UsageError:
-        return True
-    named = {value for key, value in pairs.items() if key not in ("url", "opponent")}
+    named = {value for key, value in spec.options.items() if key not in ("url", "opponent")}
     # a backslash: JSON may hide a colon
-    return "command" in pairs or any({":", "\\"} & {*value} for value in named)
+    return "command" in spec.options or any({":", "\\"} & {*value} for value in named)
 
 
-def absolute(spec: str) -> str:
-    """The spec with absolute paths for the files, folders and modules in it that the current folder
-    has. Imports nothing.
-    """
-    return _change_paths(spec, lambda path, _, is_code: _absolute(path, is_code))
+def absolute(spec: str | EnvSpec) -> EnvSpec:
+    """A spec with absolute paths for the files, folders and modules in it that the current folder
+    has. Imports nothing. Raises UsageError as `EnvSpec.read`."""
+    return EnvSpec.read(spec).with_paths(lambda path, _: absolute_path(path))
 
 
-def relative(spec: str) -> str:
-    """The spec with paths from the current folder, for those that lie in it."""
-    return spec.replace(f"{Path.cwd().as_posix()}/", "")
+def relative(text: str) -> str:
+    """The text of a spec with paths from the current folder, for those that lie in it."""
+    return text.replace(f"{Path.cwd().as_posix()}/", "")
 
 
-def checksums(spec: str) -> dict[str, str]:
-    """SHA-256 of the files that a spec names, and of those beside them that these import, but for
-    its data, by their names."""
+def short_names(specs: Iterable[str | EnvSpec]) -> str:
+    """The environments of a run in its title."""
+    return " ".join(EnvSpec.read(spec).short for spec in specs)
+
+
+def checksums(spec: EnvSpec) -> dict[str, str]:
+    """SHA-256 of the files that an absolute spec names, and of those beside them that these import,
+    but for its data, by their names."""
     found, seen = dict[str, str](), set[str]()
-    data = unquoted(EnvSpec(spec).pairs.get("data", ""))
+    data = unquoted(spec.options.get("data", ""))
 
-    def add(path: str, *_: object) -> str:
-        for file in (path, f"{path}.py"):  # a module is named without
-            if path != data and file not in seen and os.path.isfile(file):
+    def add(place: str) -> None:
+        for file in (place, f"{place}.py"):  # a module is named without
+            if file not in seen and os.path.isabs(file) and os.path.isfile(file):
                 seen.add(file)
                 name, content = os.path.basename(file), Path(file).read_bytes()
                 found[name] = found.get(name, "") + hashlib.sha256(content).hexdigest()
                 for module in IMPORT.findall(content) if file.endswith(".py") else ():
                     beside = os.path.join(os.path.dirname(file), *module.decode().split("."))
                     add("" if beside.startswith(NOT_OWN) else beside)
-        return path
 
-    _change_paths(spec, add)
+    def visit(word: str, key: str) -> str:
+        place, _ = split_place(word)
+        add("" if place == data else place)
+        return word
+
+    spec.with_paths(visit)
     return found
 
 
-def short_path(path: str, parts: int = 2) -> str:
-    """The last parts of an absolute path; any other text unchanged."""
-    is_absolute = re.match(r"(?:[A-Za-z]:)?[\\/]", path)
-    return "/".join(re.split(r"[\\/]", path)[-parts:]) if is_absolute else path
+def split_place(text: str) -> tuple[str, str]:
+    """FILE.py and :name of FILE.py:name, so too of a module; any other text, and ""."""
+    match = CODE.fullmatch(text)
+    return (match[1], match[2]) if match else (text, "")
+
+
+def absolute_path(text: str) -> str:
+    """A path or PLACE:name as other folders name it, if this one has it; else the text unchanged.
+
+    A text without a dot and a slash is no path.
+    """
+    place, name = split_place(text)
+    found = os.path.abspath(os.path.expanduser(place))
+    if name and not place.endswith(".py"):
+        head, module = os.path.split(found)
+        module = os.path.join(head, *module.split("."))
+        exists = os.path.isfile(f"{module}.py") or os.path.isfile(f"{module}/__init__.py")
+    else:
+        exists = bool({".", "/", "\\"} & {*place}) and os.path.exists(found)
+    return Path(found).as_posix() + name if exists else text
+
+
+def short_path(text: str, parts: int = 2) -> str:
+    """The last parts of an absolute path or PLACE:name; any other text unchanged."""
+    place, name = split_place(text)
+    is_absolute = re.match(r"(?:[A-Za-z]:)?[\\/]", place)
+    return "/".join(re.split(r"[\\/]", place)[-parts:]) + name if is_absolute else text
 
 
 def variables_of_python() -> dict[str, str]:
@@ -359,13 +386,13 @@ def variables_of_python() -> dict[str, str]:
 
 def begin_run(info: RunInfo) -> None:
     """Tells the classes of a run's environments about it: see `Instance.begin_run`."""
-    specs = map(EnvSpec, (*info.train_envs, *info.eval_envs))
+    specs = map(EnvSpec.read, (*info.train_envs, *info.eval_envs))
     for begin in dict.fromkeys(spec.declares("begin_run") for spec in specs):
         if begin:
             begin(info)
 
 
-def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
+def meanings(specs: Iterable[str | EnvSpec], trust: bool = False) -> dict[str, str]:
     """What the numbers are that these environments report, by their key in `Step.info`.
 
     `trust`: import the code that a spec names, too.
@@ -374,10 +401,9 @@ def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
     {'worked': 'fraction that spell the word'}
     """
     found: dict[str, str] = {}
-    for spec in specs:
-        with suppress(UsageError):
-            if trust or not runs_code(spec):
-                found |= getattr(EnvSpec(spec).constructor, "meanings", {})
+    for spec in map(EnvSpec.read, specs):
+        if trust or not runs_code(spec):
+            found |= spec.declares("meanings") or {}
     return found
 
 
@@ -433,75 +459,6 @@ def find_file(path: str) -> Path:
         return file.resolve()
     hint = "; if it moved, name it again" if os.path.isabs(path) else f" in {Path.cwd()}"
     raise UsageError(f"there is no file {path}{hint}")
-
-
-@restored_torch()
-def _make(spec: EnvSpec) -> Env | MultiAgentEnv:
-    options = spec.values
-    try:
-        env = spec.constructor(**options)
-        if not isinstance(env, Env | MultiAgentEnv):
-            raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv")
-        return env
-    except UsageError as error:
-        raise UsageError(f"--env {spec}: {error}") from None
-    except Exception as error:
-        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
-
-
-def _change_paths(spec: str, change: Change) -> str:
-    """The spec with `change` applied to its files, folders and modules, all else as written.
-
-    The arguments of `change`: the path, how many parts of it are its name, and whether it is that
-    of code, of a file or a module.
-    """
-    if match := _source(spec):
-        spec = change(match[1], 1, True) + spec[match.end(1) :]
-    read = EnvSpec(spec)
-    with suppress(UsageError):  # `EnvSpec.values` says what is wrong
-        pairs = read.pairs
-        new = {key: _change_value(read.name, key, value, change) for key, value in pairs.items()}
-        return read.with_pairs(new) if new != pairs else spec
-    return spec
-
-
-def _change_value(name: str, key: str, value: str, change: Change) -> str:
-    """The value of an option with `change` applied to the paths in it."""
-    if (name, key) == ("remote", "env"):  # a spec
-        return _change_paths(value.replace(";", ","), change).replace(",", ";")
-    if (name, key) == ("remote", "command") and not OWN_PROGRAM.match(value):
-        return value
-    parts = 2 if key == "opponent" else 1
-
-    def change_word(match: re.Match[str]) -> str:
-        word = unquoted(match[0])
-        if code := CODE.fullmatch(word):
-            new = f"{change(code[1], parts, True)}:{code[2]}"
-        else:
-            new = change(word, parts, False) if {".", "/", "\\"} & {*word} else word
-        if new == word:
-            return match[0]
-        return json.dumps(new, ensure_ascii=False) if re.search(r"[\s,'\[\]{}]", new) else new
-
-    # a path with spaces may be the whole value, without quotes
-    words = re.compile(".+") if os.path.exists(value) else WORD
-    return words.sub(change_word, value)
-
-
-def _source(spec: str) -> re.Match[str] | None:
-    name = spec.partition(":")[0]
-    return None if name in ENVIRONMENTS else SOURCE.fullmatch(spec)
-
-
-def _absolute(path: str, is_code: bool) -> str:
-    found = os.path.abspath(os.path.expanduser(path))
-    if is_code and not path.endswith(".py"):
-        head, name = os.path.split(found)
-        module = os.path.join(head, *name.split("."))
-        exists = os.path.isfile(f"{module}.py") or os.path.isfile(f"{module}/__init__.py")
-    else:
-        exists = os.path.isfile(found) if is_code else os.path.exists(found)
-    return Path(found).as_posix() if exists else path
 
 
 def _add_to_path(folder: str) -> None:
