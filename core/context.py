@@ -221,7 +221,7 @@ class Agent:
         is_result = self.chat[-1]["role"] == "tool"  # its length may be the policy's doing
         if len(new_ids) >= policy.max_length and not is_result:
             raise UsageError(f"one message has {len(new_ids)} tokens; the context of an episode "
-                             f"has {policy.max_length} (--max-model-len)")  # fmt: skip
+                             f"has {policy.max_length} ({policy.limited_by})")  # fmt: skip
         self.context_full = len(self.context_ids) + len(new_ids) >= policy.max_length
         self.prompt_ids = [] if self.context_full else self.context_ids + new_ids
 

@@ -92,24 +92,28 @@ def load_policy(
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
     config = base.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limit, limited_by = _context_limit(config)
     if limit is None:
         raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
                          "has no max_position_embeddings; take another model")  # fmt: skip
+    asked = max_length or limit
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
         device=torch_device,
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
-        max_length=min(limit, max_length or limit),
+        max_length=min(limit, asked),
+        limited_by="--max-model-len" if asked <= limit else limited_by,
         value_head=_zero_head(config.hidden_size, torch_device) if value_head else None,
         trust_remote_code=trust_remote_code,
         fp32_head=fp32_head,
     )
     _check_logits(subject, policy)
+    if asked > limit != config.max_position_embeddings:
+        policy.remarks.append(f"a context has {limit} tokens and not {asked}: {limited_by}")
     if reason := _share_prefixes(policy):
-        policy.remark = f"computing each prompt once per completion, as {reason}"
+        policy.remarks.append(f"computing each prompt once per completion, as {reason}")
     return policy
 
 
@@ -229,6 +233,31 @@ def _share_prefixes(policy: Policy) -> str:
     if reason:
         model.set_attn_implementation("sdpa")
     return reason
+
+
+def _context_limit(config: Any) -> tuple[int | None, str]:
+    """How many tokens a sequence of the model may have, and what in its config.json says so.
+
+    YaRN multiplies the original number, which some files repeat as max_position_embeddings. With
+    longrope the longest sequence of a batch chooses the factors of all, so log-probs would depend
+    on the others, and a key in the cache on when it was computed: up to the original number the
+    factors are the same ones.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    limited_by = "config.json's max_position_embeddings"
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in [ropes, *ropes.values()]:  # of the model, or of each kind of layer
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        original = kind and (
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+        )
+        if limit and original and kind == "yarn":
+            limit = max(limit, int(original * (rope.get("factor") or 1)))
+        elif limit and original and kind in ("longrope", "su") and original < limit:
+            limit = original
+            limited_by = "longrope's original_max_position_embeddings in config.json"
+    return limit, limited_by
 
 
 def _zero_head(width: int, device: torch.device) -> nn.Linear:

@@ -203,7 +203,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         lines.append(notes.get("changed_code", ""))
         if not new and 0 < cfg.num_updates <= progress["update"]:
             lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
-        lines += [policy.remark, sampler.remark]
+        lines += [*policy.remarks, sampler.remark]
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *getattr(algorithm, "remarks", ())]
         lines.append(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
