@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from core.chat_template import check_template, end_of_turn_id, set_template_options
 from core.config import RUNS, parse_template_options
@@ -118,9 +119,13 @@ def load_policy(
 
 
 def has_adapters(folder: str) -> bool:
-    """Whether the folder has LoRA adapters and not a whole model."""
-    config, adapters = (Path(folder, name) for name in ("config.json", "adapter_config.json"))
-    return adapters.exists() and not config.exists()
+    """Whether the folder has LoRA adapters and no weights of a model.
+
+    Beside adapters some trainers save the config.json of their base.
+    """
+    weights = ("model*.safetensors", "pytorch_model*.bin")
+    has_weights = any(any(Path(folder).glob(pattern)) for pattern in weights)
+    return Path(folder, "adapter_config.json").exists() and not has_weights
 
 
 def reads_cache(model_id: str, flag: str) -> bool:
@@ -183,6 +188,13 @@ def _load_files(
         if not trusted and "auto_map" in saved:
             # transformers would fall back to another tokenizer, with other ids, without a warning
             raise ValueError("trust_remote_code")
+        if find_adapter_config_file(model_id, local_files_only=from_cache):
+            # transformers would add them, and new ones would take their place
+            raise ValueError(
+                "it has a whole model and LoRA adapters: move the one or the other elsewhere"
+                if Path(model_id).is_dir()
+                else "it is LoRA adapters: download them to a folder, and give that"
+            )
         tokenizer = AutoTokenizer.from_pretrained(model_id, **source)
         model, report = from_pretrained(
             model_id, dtype=getattr(torch, dtype), use_safetensors=True,
@@ -345,7 +357,11 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str)
     from peft.utils import load_peft_weights
 
     scale: Any = alpha or 2 * rank  # annotated as int, but PEFT accepts a float
+    if Path(str(model.name_or_path)).is_dir():  # PEFT saves it, and may open it from elsewhere
+        model.name_or_path = str(Path(str(model.name_or_path)).absolute())
     with _one_line_errors(f"{folder}: can't be loaded" if folder else f"--lora-rank {rank}"):
+        if folder and not any(Path(folder).glob("adapter_model.*")):
+            raise ValueError("it has an adapter_config.json and no adapter_model.safetensors")
         if not folder:
             config = LoraConfig(
                 task_type="CAUSAL_LM", r=rank, lora_alpha=scale, target_modules="all-linear"

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from core import loading
 from core.config import Config
 from core.faults import UsageError
 from core.loading import load_policy
@@ -143,6 +145,91 @@ def test_adapters_of_any_kind_of_lora_load_for_training_and_as_the_model_of_a_ru
         expected = policy.to_logits(policy.hidden_states(IDS)[0])
         found = [exported.to_logits(exported.hidden_states(IDS)[0]), theirs(IDS).logits[0]]
     assert torch.equal(found[0], expected) and torch.allclose(found[1], expected, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def adapters(qwen3_folder, tmp_path_factory):
+    """A folder of adapters, as PEFT saves them, that change the base model's logits."""
+    from peft import LoraConfig, get_peft_model
+
+    base, folder = load_policy(str(qwen3_folder), device="cpu").model, tmp_path_factory.mktemp("a")
+    own = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules="all-linear")
+    model = get_peft_model(base, own)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_() if "lora_B" in name else None
+        expected = model(IDS).logits[0]
+    model.save_pretrained(folder)
+    return folder, expected
+
+
+LYING_THERE = {  # beside adapter_config.json: files of the adapters, of a whole model; the outcome
+    "only adapters": (["adapter_model.safetensors"], [], "adapted"),
+    "the base's config": (["adapter_model.safetensors"], ["config.json"], "adapted"),
+    "of torch": (["adapter_model.bin"], ["config.json"], "adapted"),
+    "both": (["adapter_model.safetensors"], ["config.json", "model.safetensors"], "both"),
+    "sharded": (["adapter_model.safetensors"], ["config.json", "model-*", "*.index.json"], "both"),
+    "both, one in torch's": ([], ["config.json", "pytorch_model.bin"], "both"),
+    "no adapters": ([], ["config.json", "model.safetensors"], "both"),
+    "neither": ([], ["config.json"], "no adapter_model.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("kind", LYING_THERE)
+def test_what_lies_in_a_folder_decides_whether_it_is_a_model(
+    adapters, qwen3_folder, tmp_path, kind
+):
+    theirs, whole, outcome = LYING_THERE[kind]
+    shutil.copytree(qwen3_folder, tmp_path / "whole", dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(qwen3_folder)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    torch.save(model.state_dict(), tmp_path / "whole/pytorch_model.bin")
+    weights = load_file(adapters[0] / "adapter_model.safetensors")
+    torch.save(weights, tmp_path / "adapter_model.bin")
+    (tmp_path / "given").mkdir()
+    for name in ("adapter_config.json", "token*", "chat*", *theirs, *whole):
+        for folder in (adapters[0], tmp_path, tmp_path / "whole", tmp_path / "sharded"):
+            for file in folder.glob(name):
+                shutil.copy(file, tmp_path / "given")
+    given = str(tmp_path / "given")
+    if outcome == "adapted":
+        policy = load_policy(given, device="cpu", lora_rank=2)
+        found = policy.to_logits(policy.hidden_states(IDS)[0])
+        torch.testing.assert_close(found, adapters[1], atol=1e-4, rtol=0)
+        return
+    match = "a whole model and LoRA adapters: move" if outcome == "both" else outcome
+    for rank in (0, 2) if outcome == "both" else (2,):
+        with pytest.raises(UsageError, match=match):
+            load_policy(given, device="cpu", lora_rank=rank)
+
+
+def test_adapters_of_the_hub_are_not_taken_for_their_base(
+    adapters, qwen3_folder, tmp_path, monkeypatch
+):
+    cached = tmp_path / "models--me--adapters"
+    shutil.copytree(qwen3_folder, cached / "snapshots/abc", ignore=lambda *_: ["model.safetensors"])
+    shutil.copytree(adapters[0], cached / "snapshots/abc", dirs_exist_ok=True)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "reads_cache", lambda *_: True)
+    with pytest.raises(UsageError, match="it is LoRA adapters: download them to a folder"):
+        load_policy("me/adapters", device="cpu", lora_rank=2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_peft_opens_the_adapters_of_a_run_from_any_folder(tmp_path, monkeypatch):
+    from peft import AutoPeftModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    policy = load_policy(folder_of("tiny-random", Path("run/base")), device="cpu", lora_rank=2)
+    model = export_model(Path("run"), policy).absolute()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with torch.no_grad():
+        theirs = AutoPeftModelForCausalLM.from_pretrained(model)(IDS).logits[0]
+        torch.testing.assert_close(theirs, policy.to_logits(policy.hidden_states(IDS)[0]))
 
 
 def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_128_mib_to_1_gib(policy):
