@@ -6,9 +6,13 @@ public ones. The tokenizer has one token per byte.
 
 import asyncio
 import json
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from test_chat_template import EACH, byte_tokenizer, opens, template_of, trl
 from test_episodes import AtOnce
 
@@ -396,6 +400,50 @@ def tag(
 def test_arguments_are_checked_against_the_type_hints(arguments, result):
     step = adder_with(tag).step(call_text("tag", **arguments))
     assert step.message["content"] == result
+
+
+@dataclass
+class AtAddress:
+    inner: object
+
+
+class Bare:
+    """Python shows an object of it by its address."""
+
+
+class Tag(Bare):
+    def __str__(self):
+        return "<b>12</b>"
+
+
+@pytest.mark.parametrize(("result", "text"), [
+    (np.float32(2.5), "2.5"),
+    ({"prices": np.array([1, 2]), "mean": torch.tensor(1.5)}, '{"prices": [1, 2], "mean": 1.5}'),
+    ({"tea", "jam"}, '["jam", "tea"]'),
+    (b"tea", '"tea"'),
+    (PurePosixPath("a/b"), '"a/b"'),
+    (Tag(), '"<b>12</b>"'),
+    (Bare(), "returned Bare: Bare has no text"),
+    ([{"type": "image", "image": Bare()}], "returned list: Bare has no text"),
+    ((i for i in range(3)), "returned generator: generator has no text"),
+    ([len, dict], "returned list: builtin_function_or_method has no text"),
+    (AtAddress(Bare()), "returned AtAddress: AtAddress has no text"),
+    (b"\x89PNG", "returned bytes: 'utf-8' codec"),
+    ({(1, 2): 3}, "returned dict: keys must be"),
+])  # fmt: skip
+def test_a_result_is_a_text_or_json_or_names_the_tool_and_the_type(result, text):
+    """No policy learns from an address; that a tool has no text is not the policy's error."""
+
+    def look() -> str:
+        """Looks."""
+        return result
+
+    env = adder_with(look)
+    if not text.startswith("returned"):
+        assert env.step(call_text("look")).message["content"] == text
+        return
+    with pytest.raises(TypeError, match=f"the tool look {text}"):
+        env.step(call_text("look"))
 
 
 def test_a_result_is_cut_and_cannot_forge_a_turn(policy):
