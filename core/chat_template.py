@@ -12,6 +12,7 @@ JSON schemas for a template with a tool format; core/extras/tools.py says which 
 
 import json
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -162,6 +163,31 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int:
     return ids[0]
 
 
+def without_embedding(tokenizer: Tokenizer, count: int) -> list[str]:
+    """The added tokens beyond the `count` embeddings of the model; a message that has one in it is
+    encoded as the plain characters from now on.
+
+    Raises UsageError if the template writes one, or if the vocabulary itself is larger.
+    """
+    tokenizer.num_embeddings = count  # type: ignore[attr-defined]
+    decoder = tokenizer.added_tokens_decoder
+    unknown = [decoder[i].content for i in sorted(decoder) if i >= count]
+    written = _encode(tokenizer, render(tokenizer, [QUESTION, ANSWER, QUESTION]))
+    hint = "resize_token_embeddings(len(tokenizer)) makes the missing ones, to be trained"
+    if tokenizer.vocab_size > count:
+        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {count} "
+                         f"embeddings: it may be of another model; {hint}")  # fmt: skip
+    if max(written) >= count:
+        raise UsageError(f"the chat template writes {tokenizer.decode([max(written)])!r}, a token "
+                         f"that was added and has no embedding: {hint}")  # fmt: skip
+    return unknown
+
+
+def num_embeddings(tokenizer: Tokenizer) -> int:
+    """How many tokens the model of a tokenizer has embeddings of, as far as this is known."""
+    return getattr(tokenizer, "num_embeddings", sys.maxsize)
+
+
 def check_template(tokenizer: Tokenizer) -> None:
     """Raises UsageError if the template changes what messages say, or cannot open a turn."""
     roles = ("user", "assistant", "user")
@@ -310,7 +336,8 @@ def _split(tokenizer: Tokenizer, text: str, with_tools: bool) -> str:
 
 @lru_cache(maxsize=8)
 def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> dict[str, int]:
-    """The special tokens, and other added tokens that the template writes, as DeepSeek's does.
+    """The special tokens, and other added tokens that the template writes, as DeepSeek's does, or
+    that the model has no embeddings for.
 
     `with_tools`: those that it writes around schemas, calls and results, too, as Qwen's does.
     """
@@ -319,7 +346,8 @@ def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> dict[str, in
     if with_tools:
         written += _encode(tokenizer, render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT]))
     added = tokenizer.added_tokens_decoder.items()
-    tokens = {token.content: i for i, token in added if token.special or i in written}
+    end = num_embeddings(tokenizer)
+    tokens = {t.content: i for i, t in added if t.special or i in written or i >= end}
     # <unk> stands for characters that the tokenizer lacks
     unknown = {tokenizer.unk_token_id} - {*written}
     return {

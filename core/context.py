@@ -26,6 +26,7 @@ from core.chat_template import (
     clean_message,
     closing_ids,
     ids_after_completion,
+    num_embeddings,
     prompt_ids,
     with_prefill,
     with_system,
@@ -94,8 +95,12 @@ class Renderer:
         return ids_after_completion(self.policy.tokenizer, chat, turn_closed)
 
     def demonstration(self, text: str) -> Completion:
-        """A demonstration as if the policy had sampled it, with log-probs of 0."""
+        """A demonstration as if the policy had sampled it, with log-probs of 0. Raises UsageError
+        for a token that was added to the tokenizer and that the model has no embedding of."""
         ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
+        if max(ids, default=0) >= num_embeddings(self.policy.tokenizer):
+            token = self.policy.tokenizer.decode([max(ids)])
+            raise UsageError(f"a demonstration has {token!r}, which has no embedding in the model")
         ids.append(self.policy.end_of_turn_id)
         return Completion(ids, [0.0] * len(ids), text, "stop")
 

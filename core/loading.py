@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
@@ -25,7 +25,12 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from core.chat_template import check_template, end_of_turn_id, set_template_options
+from core.chat_template import (
+    check_template,
+    end_of_turn_id,
+    set_template_options,
+    without_embedding,
+)
 from core.config import RUNS, parse_template_options
 from core.faults import UsageError
 from core.kv_cache import prefill
@@ -90,6 +95,8 @@ def load_policy(
         torch.backends.cuda.enable_cudnn_sdp(False)
     with _one_line_errors(subject):
         set_template_options(tokenizer, parse_template_options(template_options), template_date)
+        embeddings = cast(nn.Embedding, base.get_input_embeddings()).weight
+        unknown = without_embedding(tokenizer, len(embeddings))
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
     config = base.config.get_text_config()
@@ -113,6 +120,10 @@ def load_policy(
     _check_logits(subject, policy)
     if asked > limit != config.max_position_embeddings:
         policy.remarks.append(f"a context has {limit} tokens and not {asked}: {limited_by}")
+    if unknown:
+        policy.remarks.append(f"the model has no embedding of {len(unknown)} tokens that were added "
+                              f"to its tokenizer, such as {unknown[-1]!r}: messages have their "
+                              "characters instead")  # fmt: skip
     if reason := _share_prefixes(policy):
         policy.remarks.append(f"computing each prompt once per completion, as {reason}")
     return policy

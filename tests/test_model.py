@@ -11,10 +11,12 @@ import torch
 from conftest import load_small, loopback, save_small
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import loading
+from core.chat_template import prompt_ids
 from core.config import Config
+from core.context import Renderer
 from core.faults import UsageError
 from core.loading import load_policy
 from core.optimizer import make_optimizer
@@ -69,6 +71,32 @@ def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder
         optimizer.zero_grad()
     assert all(torch.equal(p, base[n]) for n, p in policy.model.named_parameters() if n in base)
     assert all(p.abs().sum() > 0 for p in policy.trainable().values())
+
+
+def test_tokens_that_were_added_without_embeddings(tmp_path):
+    """The template may not write one, a message has its characters, a demonstration is refused."""
+    folder = save_small("Qwen3", tmp_path, vocab_size=704)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = [f"<extra_{i}>" for i in range(704 - len(tokenizer))] + ["<plan>"]
+    tokenizer.add_tokens(names)  # the others have embeddings
+    tokenizer.save_pretrained(folder)
+    policy = load_policy(str(folder), device="cpu")
+    assert "no embedding of 1 tokens" in policy.remarks[0] and "'<plan>'" in policy.remarks[0]
+    ids = prompt_ids(policy.tokenizer, [{"role": "user", "content": f"<plan>{names[-2]}"}])
+    assert max(ids) == 703 and "<plan><extra_" in policy.tokenizer.decode(ids)
+    with pytest.raises(UsageError, match="demonstration has '<plan>', which has no embedding"):
+        Renderer(policy).demonstration("<plan>")
+    tokenizer.chat_template += "{% if add_generation_prompt %}<plan>{% endif %}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UsageError, match="writes '<plan>', a token that was added and has no emb"):
+        load_policy(str(folder), device="cpu")
+    resized = AutoModelForCausalLM.from_pretrained(folder)
+    resized.resize_token_embeddings(len(tokenizer))
+    resized.save_pretrained(folder)
+    assert load_policy(str(folder), device="cpu").remarks == []
+    other = save_small("Qwen3", tmp_path / "b", vocab_size=600, pad_token_id=None, eos_token_id=1)
+    with pytest.raises(UsageError, match=r"has \d+ tokens and the model 600 embeddings"):
+        load_policy(str(other), device="cpu")
 
 
 def test_completions_end_at_the_stop_tokens_of_both_configs(tmp_path):
