@@ -121,9 +121,10 @@ def load_policy(
     if asked > limit != config.max_position_embeddings:
         policy.remarks.append(f"a context has {limit} tokens and not {asked}: {limited_by}")
     if unknown:
-        policy.remarks.append(f"the model has no embedding of {len(unknown)} tokens that were added "
-                              f"to its tokenizer, such as {unknown[-1]!r}: messages have their "
-                              "characters instead")  # fmt: skip
+        policy.remarks.append(
+            f"the model has no embedding of {len(unknown)} tokens that were added to its "
+            f"tokenizer, such as {unknown[-1]!r}: messages have their characters instead"
+        )
     if reason := _share_prefixes(policy):
         policy.remarks.append(f"computing each prompt once per completion, as {reason}")
     return policy

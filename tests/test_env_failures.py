@@ -57,6 +57,10 @@ def one_turn(monkeypatch):
     return add
 
 
+async def in_a_coroutine():
+    return None
+
+
 def play(policy, *tasks, max_turns=3):
     collector = RolloutCollector(policy, max_turns, env_timeout=1.0)
     return collector.collect([*tasks], Scripted(policy), PARAMS)
@@ -76,6 +80,9 @@ FAULTS = [
     (lambda: Step(None, 1.0, 2), "TypeError: done of player is 2, not True or False"),
     (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
     (lambda: Step(None, 1.0, True, {"correct": "False"}), r'info\["correct"\]'),
+    (lambda: Step("Go on.", 1.0, False), r'message to player is str, not user\("\.\."\)'),
+    (lambda: ("done", 1.0, True), "returned tuple of str, float, bool for player, not a Step"),
+    (lambda: in_a_coroutine(), r"returned a coroutine \(an environment is not async: .asyncio.run"),
 ]  # fmt: skip
 
 
@@ -98,6 +105,22 @@ def test_a_failed_reset_is_a_rollout_with_an_error(policy, one_turn):
     one_turn(reset=lambda self, seed: [])
     (rollout,) = play(policy, Task("one", 1, 0))
     assert "no message" in rollout.error and not rollout.messages
+
+
+@pytest.mark.filterwarnings("error")  # a coroutine that is never awaited
+@pytest.mark.parametrize(("opening", "words"), [
+    ("Say 1.", "returned str for player, not a list of messages"),
+    (("Say 1.", {}), "returned tuple of str, dict for player"),  # Gymnasium's
+    (message("Say 1."), "returned dict for player"),
+    (None, "returned NoneType for player"),
+    ("async", "returned a coroutine .an environment is not async"),
+])  # fmt: skip
+def test_what_reset_returned_is_named_if_it_is_no_list_of_messages(
+    policy, one_turn, opening, words
+):
+    one_turn(reset=lambda self, seed: in_a_coroutine() if opening == "async" else opening)
+    [rollout] = play(policy, Task("one", 1, 0))
+    assert re.search(f"^TypeError: reset.. {words}", rollout.error)
 
 
 def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_group(

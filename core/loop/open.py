@@ -1,6 +1,7 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -55,7 +56,24 @@ from environments import Env, rewarded
 from environments.plumbing.registry import EnvSpec, checksums, meanings
 
 
+def one_at_a_time(opened: Callable[[Config], Iterator[Run]]) -> Callable[[Config], Iterator[Run]]:
+    """`opened`, while no other run of this process is open: runs set what a process has once."""
+    lock = threading.Lock()
+
+    def alone(cfg: Config) -> Iterator[Run]:
+        if not lock.acquire(blocking=False):
+            raise UsageError("another run of this process goes on, and both would set its random "
+                             "states and its data: start each in a process of its own")  # fmt: skip
+        try:
+            yield from opened(cfg)
+        finally:
+            lock.release()
+
+    return alone
+
+
 @contextmanager
+@one_at_a_time
 def open_run(cfg: Config) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
 

@@ -127,7 +127,11 @@ def name_object(env: Any) -> str:
     if isinstance(env, Env | MultiAgentEnv):
 
         def build() -> Env | MultiAgentEnv:
-            return copy.deepcopy(env)
+            try:
+                return copy.deepcopy(env)
+            except Exception as error:  # of a lock, a connection or a generator in it
+                raise UsageError(f"{error}: an object is copied for every episode; give a "
+                                 "function that returns a new one") from error  # fmt: skip
 
         build.heavy = env.heavy  # type: ignore[attr-defined]
     elif not callable(env):
