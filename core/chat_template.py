@@ -15,6 +15,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -66,7 +67,7 @@ def prompt_ids(
     Raises UsageError if the chat template rejects the messages, TypeError as `clean_message` does.
     """
     chat, tools = _split_turn_tokens(tokenizer, messages, tools), _split_schemas(tokenizer, tools)
-    return _encode(tokenizer, render(tokenizer, chat, tools=tools))
+    return _encode(tokenizer, _render_results(tokenizer, chat, True, tools))
 
 
 def with_prefill(tokenizer: Tokenizer, prompt: list[int], text: str) -> list[int]:
@@ -255,6 +256,15 @@ def accepts_system(tokenizer: Tokenizer) -> bool:
         return False
 
 
+@lru_cache(maxsize=8)
+def alternates(tokenizer: Tokenizer) -> bool:
+    """Whether the template refuses two messages of the user in a row."""
+    try:
+        return not render(tokenizer, [QUESTION, QUESTION])
+    except UsageError:
+        return True
+
+
 def _split_turn_tokens(
     tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
 ) -> list[Message]:
@@ -294,6 +304,11 @@ def _with_arguments(message: Message, encode: Callable[[Any], Any]) -> Message:
     encoded = [f | {"arguments": encode(f["arguments"])} for f in functions]
     calls = [TOOL_CALL | {"function": f} for f in encoded]
     return message | {"tool_calls": calls} if calls else message
+
+
+def as_result(content: str) -> str:
+    """The result of a tool in a message of the user, for a template without them."""
+    return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def content_and_calls(message: Message) -> str:
@@ -344,7 +359,9 @@ def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> dict[str, in
     chat: list[Message] = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     written = _encode(tokenizer, render(tokenizer, chat, open_turn=False))
     if with_tools:
-        written += _encode(tokenizer, render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT]))
+        with suppress(UsageError):  # of a template without calls, which writes nothing more
+            text = render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT])
+            written += _encode(tokenizer, text)
     added = tokenizer.added_tokens_decoder.items()
     end = num_embeddings(tokenizer)
     tokens = {t.content: i for i, t in added if t.special or i in written or i >= end}
@@ -373,10 +390,36 @@ def _text_after_answer(
     open_turn: bool = True,
     tools: Sequence[Schema] = (),
 ) -> str:
-    _, found, text = render(tokenizer, chat, open_turn, tools).rpartition(COMPLETION)
+    text = _render_results(tokenizer, chat, open_turn, tools)
+    _, found, text = text.rpartition(COMPLETION)
     if not found:
         raise UsageError("the chat template leaves out or rewrites the assistant's messages")
     return text
+
+
+def _render_results(
+    tokenizer: Tokenizer, chat: list[Message], open_turn: bool, tools: Sequence[Schema]
+) -> str:
+    """As `render`, but a template that refuses results of tools gets what stands between two
+    answers as one message of the user: it may have no other roles, and want both to alternate."""
+    try:
+        return render(tokenizer, chat, open_turn, tools)
+    except UsageError:
+        merged: list[Message] = []
+        for i, message in enumerate(chat):
+            role, content = message["role"], message["content"]
+            if role == "assistant" or (role == "system" and not i and accepts_system(tokenizer)):
+                merged.append(message)
+                continue
+            if role == "tool":
+                content = _split(tokenizer, as_result(content), with_tools=True)
+            if merged and merged[-1]["role"] == "user":
+                content = f"{merged.pop()['content']}\n{content}"
+            merged.append({"role": "user", "content": content})
+        if any(message["role"] == "tool" for message in chat):
+            with suppress(UsageError):
+                return render(tokenizer, merged, open_turn, tools)
+        raise
 
 
 def render_calls(

@@ -346,6 +346,75 @@ def test_results_are_appended_to_the_sampled_ids_by_environments_and_for_program
     assert "The second." in opening and opening.count('"add"') == 1
 
 
+ALTERNATES = (  # as Gemma's, and without tools
+    EACH + "{% if m.role not in ['user', 'assistant'] or (m.role == 'user') != (loop.index0 % 2 "
+    "== 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    + opens("{{ '<|im_start|>assistant\n' }}")
+)  # fmt: skip
+WITH_CALL = [
+    user("What is 2 + 3?"),
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]},
+    {"role": "tool", "content": "5"}, user("And twice that?"),
+]  # fmt: skip
+AFTER_CALL = (
+    f"What is 2 + 3?<|im_end|>\n<|im_start|>assistant\n{call_text('add', a=2, b=3)}<|im_end|>\n"
+    "<|im_start|>user\n<tool_response>\n5\n</tool_response>\nAnd twice that?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_results_and_what_the_user_says_are_one_message_if_roles_have_to_alternate(
+    policy, has_tools
+):
+    @register("history")
+    class History(Adder):
+        def __init__(self):
+            super().__init__()
+            self.tools = self.tools if has_tools else []
+
+        def reset(self, seed):
+            self.responses = []
+            return WITH_CALL
+
+        def step(self, response):
+            super().step(response)
+            done = len(self.responses) == 2
+            return Step(None if done else user("Sure?"), 0.0, done)
+
+    with_template(policy, ALTERNATES)
+    calls = [call_text("add", a=5, b=5)] if has_tools else []
+    rollout, sampler = play(policy, *calls, "10", "Yes", env="history")
+    assert (rollout.error, len(rollout.turns)) == ("", 2 + has_tools)
+    first, *_, last = map(policy.tokenizer.decode, sampler.prompts)
+    assert first.endswith(AFTER_CALL) and ("</tools>\n\nWhat" in first) == has_tools
+    after = "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert last.endswith("10" + after) and last.startswith(first)
+
+
+def test_an_agent_program_may_add_a_message_to_results_if_roles_have_to_alternate(policy, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"n": n}) for n in range(20)))
+    (tmp_path / "agent.py").write_text(f"""
+def run(task, client):
+    messages = [{{"role": "user", "content": "What is 2 + 3?"}}]
+    tools = {schemas(Adder())}
+    answer = client.chat.completions.create(model="m", messages=messages, tools=tools)
+    message = answer.choices[0].message
+    messages += [message.model_dump(exclude_none=True),
+                 {{"role": "tool", "content": "5", "tool_call_id": message.tool_calls[0].id}},
+                 {{"role": "user", "content": "And twice that?"}}]
+    client.chat.completions.create(model="m", messages=messages, tools=tools)
+    return 1.0
+""")
+    with_template(policy, ALTERNATES)
+    spec = f"agent:run={tmp_path}/agent.py:run,data={tmp_path}/rows.jsonl"
+    rollout, sampler = play(policy, call_text("add", a=2, b=3), "10", env=spec)
+    assert (rollout.error, rollout.episode_return, len(rollout.turns)) == ("", 1.0, 2)
+    assert policy.tokenizer.decode(sampler.prompts[1]).endswith(AFTER_CALL)
+
+
 REFUSED = {
     "unknown": (call_text("subtract", a=1), "there is no tool 'subtract'; there are add, crash"),
     "missing": (call_text("add", a=1), "add: missing a required argument: 'b'"),
