@@ -355,6 +355,10 @@ def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train
 
     with _one_line_errors(f"{subject}: can't be loaded"):
         saved: Any = LoraConfig.from_pretrained(folder)
+        if not isinstance(saved, LoraConfig) or not saved.base_model_name_or_path:
+            raise ValueError(f"adapters of the kind {saved.peft_type.value} for the base model "
+                             f"{saved.base_model_name_or_path}: picoRL reads LoRA that names its "
+                             "base in adapter_config.json")  # fmt: skip
     if train and (lora_rank != saved.r or lora_alpha not in (0, saved.lora_alpha)):
         raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
                          f"--lora-rank {saved.r} --lora-alpha {saved.lora_alpha:g}")  # fmt: skip
@@ -382,7 +386,12 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str)
         config = LoraConfig.from_pretrained(folder)
         config.inference_mode = False  # saved as True, with which nothing is trained
         adapted = get_peft_model(model, config)
-        set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
+        weights = load_peft_weights(folder, device="cpu")
+        found: Any = set_peft_model_state_dict(adapted, weights)
+        missing = [key for key in found.missing_keys if "lora_" in key]
+        if odd := [*found.unexpected_keys, *missing]:
+            raise ValueError(f"they are of another model than {model.name_or_path}: {len(odd)} "
+                             f"weights, such as {odd[0]}, have no counterpart")  # fmt: skip
     return adapted
 
 

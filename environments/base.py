@@ -152,6 +152,8 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     flags: dict[str, Any] = {name: _flag(agent, name, getattr(step, name)) for name in FLAGS}
     if is_single and step.message is None and not flags["done"]:
         raise ValueError("step() returned no message, and done is False")
+    if isinstance(step.reward, str | bytes) or not hasattr(step.reward, "__float__"):
+        raise TypeError(f"the reward of {agent} is {step.reward!r:.50}, not a number")
     if not abs(step.reward) <= MAX_REWARD:  # nor NaN
         shown = f"{step.reward}"[:20]
         raise ValueError(f"the reward of {agent} is {shown}, not within ±{MAX_REWARD:g}")

@@ -81,6 +81,8 @@ FAULTS = [
     (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
     (lambda: Step(None, 1.0, True, {"correct": "False"}), r'info\["correct"\]'),
     (lambda: Step("Go on.", 1.0, False), r'message to player is str, not user\("\.\."\)'),
+    (lambda: Step(None, "1.0", True), "the reward of player is '1.0', not a number"),
+    (lambda: Step(None, None, True), "the reward of player is None, not a number"),
     (lambda: ("done", 1.0, True), "returned tuple of str, float, bool for player, not a Step"),
     (lambda: in_a_coroutine(), r"returned a coroutine \(an environment is not async: .asyncio.run"),
 ]  # fmt: skip
@@ -121,6 +123,12 @@ def test_what_reset_returned_is_named_if_it_is_no_list_of_messages(
     one_turn(reset=lambda self, seed: in_a_coroutine() if opening == "async" else opening)
     [rollout] = play(policy, Task("one", 1, 0))
     assert re.search(f"^TypeError: reset.. {words}", rollout.error)
+
+
+def test_a_demonstration_that_is_no_text_is_named(policy, one_turn):
+    one_turn(demonstrate=lambda self, hasty=False: 5)
+    [rollout] = RolloutCollector(policy, 1).demonstrate([Task("one", 1, 0)])
+    assert rollout.error.startswith("TypeError: the demonstration is int, not a text")
 
 
 def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_group(

@@ -232,6 +232,35 @@ def test_what_lies_in_a_folder_decides_whether_it_is_a_model(
             load_policy(given, device="cpu", lora_rank=rank)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"peft_type": "IA3"}, "adapters of the kind IA3"),
+    ({"base_model_name_or_path": None}, "for the base model None"),
+    ({"base_model_name_or_path": "more layers", "target_modules": ["q_proj"]},
+     "of another model than .*: 2 weights, such as .*layers.2.*q_proj"),
+    ({"base_model_name_or_path": "fewer layers"}, "14 weights, such as .*layers.1"),
+])  # fmt: skip
+def test_adapters_that_are_no_lora_or_of_another_base_are_refused(
+    qwen3_folder, tmp_path, changes, words
+):
+    from peft import LoraConfig, get_peft_model
+
+    modules = changes.get("target_modules", "all-linear")
+    own = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=modules)
+    base = AutoModelForCausalLM.from_pretrained(qwen3_folder)
+    get_peft_model(base, own).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    if str(changes.get("base_model_name_or_path")).endswith("layers"):
+        count = 3 if "more" in changes["base_model_name_or_path"] else 1
+        other = save_small("Qwen3", tmp_path / "other", num_hidden_layers=count)
+        saved["base_model_name_or_path"] = str(other)
+    else:
+        saved |= changes
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(UsageError, match=words):
+        load_policy(str(tmp_path), device="cpu", lora_rank=2)
+
+
 def test_adapters_of_the_hub_are_not_taken_for_their_base(
     adapters, qwen3_folder, tmp_path, monkeypatch
 ):

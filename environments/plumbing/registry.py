@@ -437,7 +437,8 @@ def _make(spec: EnvSpec) -> Env | MultiAgentEnv:
     try:
         env = spec.constructor(**options)
         if not isinstance(env, Env | MultiAgentEnv):
-            hint = f"; write --env gymnasium:id={spec.name}" if hasattr(env, "action_space") else ""
+            is_gymnasium = any(kind.__module__ == "gymnasium.core" for kind in type(env).__mro__)
+            hint = f"; write --env gymnasium:id={spec.name}" if is_gymnasium else ""
             raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv{hint}")
         return env
     except UsageError as error:
