@@ -135,6 +135,13 @@ def test_a_class_whose_actions_are_texts_reads_the_whole_response(tmp_path, monk
     assert step.message == user(hint) and not step.done
 
 
+def test_an_observation_of_two_numbers_is_not_taken_for_observation_and_info(monkeypatch):
+    env = Gymnasium("MountainCar-v0")  # as gym had it before 0.26
+    monkeypatch.setattr(type(env.env.unwrapped), "reset", lambda *_, **__: np.zeros(2))
+    with pytest.raises(TypeError, match=r"reset\(\) returned ndarray, not observation and info"):
+        env.reset(0)
+
+
 def test_continuous_actions_are_read_and_guessed_as_json():
     env = make("gymnasium:id=Pendulum-v1,max_steps=2")
     opening = env.reset(0)[0]["content"]

@@ -83,7 +83,11 @@ class Gymnasium(Env):
         self.rng = random.Random(seed)
         self.retries = Retries(final=-self.game.forfeit * self.scale)
         self.unscaled_return, self.steps = 0.0, 0
-        observation, _ = self.env.reset(seed=seed % 2**31)
+        opening = self.env.reset(seed=seed % 2**31)
+        if not isinstance(opening, tuple):  # one of two numbers would look like observation, info
+            raise TypeError(f"reset() returned {type(opening).__name__}, not observation and info, "
+                            "as Gymnasium has it, and gym since 0.26")  # fmt: skip
+        observation, _ = opening
         self.env.action_space.seed(seed % 2**31)  # of the random guesses
         return [user(self._describe(observation, with_rules=True))]
 

@@ -40,7 +40,7 @@ def describe(space: Any) -> str:
         return f"{{{', '.join(f'{json.dumps(k)}: {describe(s)}' for k, s in space.items())}}}"
     if isinstance(space, spaces.Tuple):
         return f"[{', '.join(map(describe, space))}]"
-    raise UsageError(f"no text can be an action of the space {space}, but for words=module:GAME")
+    raise UsageError(f"actions of the space {space} are not read from text: words=module:GAME can")
 
 
 def read_json_action(space: Any, response: str) -> Any:
