@@ -197,10 +197,12 @@ def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
         raise
     except (Exception, SystemExit) as error:
         result = f"error: {type(error).__name__}: {error}"
-    try:  # here an exception is the tool's own doing, and not that of the call
+    try:
         text = result if isinstance(result, str) else json.dumps(
             result, default=_as_json, ensure_ascii=False)  # fmt: skip
-    except (TypeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # too many digits or levels: of the arguments
+        text = f"error: {type(error).__name__}: {error}"
+    except TypeError as error:
         raise TypeError(f"the tool {call.name} returned {type(result).__name__}: {error}; "
                         "return a text, or what JSON has") from error  # fmt: skip
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}.. (cut)"
@@ -290,9 +292,13 @@ def _as_json(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)  # in an order that is the same in each process
-    text = value.decode() if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
     # Python's own way to show what it cannot write down; a type with __str__ may write tags
-    if ADDRESS.search(text) or (type(value).__str__ is object.__str__ and text.startswith("<")):
+    text = str(value)
+    is_shown = type(value).__str__ is object.__str__ and text.startswith("<")
+    if isinstance(value, bytes) or is_shown or ADDRESS.search(text):
         raise TypeError(f"{type(value).__name__} has no text")
     return text
 
