@@ -406,16 +406,14 @@ def _render_results(
         return render(tokenizer, chat, open_turn, tools)
     except UsageError:
         merged: list[Message] = []
-        for i, message in enumerate(chat):
-            role, content = message["role"], message["content"]
-            if role == "assistant" or (role == "system" and not i and accepts_system(tokenizer)):
-                merged.append(message)
-                continue
-            if role == "tool":
-                content = _split(tokenizer, as_result(content), with_tools=True)
-            if merged and merged[-1]["role"] == "user":
-                content = f"{merged.pop()['content']}\n{content}"
-            merged.append({"role": "user", "content": content})
+        for message in chat:
+            if message["role"] == "tool":
+                content = _split(tokenizer, as_result(message["content"]), with_tools=True)
+                message = {"role": "user", "content": content}
+            if merged and message["role"] == merged[-1]["role"] == "user":
+                content = f"{merged.pop()['content']}\n{message['content']}"
+                message = {"role": "user", "content": content}
+            merged.append(message)
         if any(message["role"] == "tool" for message in chat):
             with suppress(UsageError):
                 return render(tokenizer, merged, open_turn, tools)

@@ -86,8 +86,6 @@ def test_keyword_arguments_reach_the_environment():
                      times=spaces.Discrete(3)),
          '{"say": a text of at most 9 characters, "times": 0 to 2}', '{"say": "go on", "times": 2}',
          ['{"say": "go on"}', '{"say": "go on", "times": 3}', '{"say": 1, "times": 1}', '"go on"']),
-        (spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))]), "[0 to 1, [0 to 1]]",
-         "[1, [0.5]]", ["[1]", "[2, [0.5]]", '{"0": 1}']),
     ],
 )  # fmt: skip
 def test_json_action_is_checked_against_its_space(space, text, valid, invalid):

@@ -492,8 +492,8 @@ class Tag(Bare):
     (b"tea", '"tea"'),
     (PurePosixPath("a/b"), '"a/b"'),
     (Tag(), '"<b>12</b>"'),
-    ([10**5000], "error: ValueError: Exceeds the limit (4300 digits) for integer string conversion; "
-     "use sys.set_int_max_str_digits() to increase the limit"),  # the policy's doing
+    ([10**5000], "error: ValueError: Exceeds the limit (4300 digits) for integer string "
+     "conversion; use sys.set_int_max_str_digits() to increase the limit"),  # the policy's doing
     (Bare(), "returned Bare: Bare has no text"),
     ([{"type": "image", "image": Bare()}], "returned list: Bare has no text"),
     ((i for i in range(3)), "returned generator: generator has no text"),

@@ -38,8 +38,6 @@ def describe(space: Any) -> str:
                 f"{f' of {space.characters[:MAX_SPELLED * 8]}' if restricted else ''}")  # fmt: skip
     if isinstance(space, spaces.Dict):
         return f"{{{', '.join(f'{json.dumps(k)}: {describe(s)}' for k, s in space.items())}}}"
-    if isinstance(space, spaces.Tuple):
-        return f"[{', '.join(map(describe, space))}]"
     raise UsageError(f"actions of the space {space} are not read from text: words=module:GAME can")
 
 
@@ -77,11 +75,6 @@ def to_action(space: Any, value: Any) -> Any:
             return None
         named = {key: to_action(part, value[key]) for key, part in space.items()}
         return None if any(part is None for part in named.values()) else named
-    if isinstance(space, spaces.Tuple):
-        if not isinstance(value, list) or len(value) != len(space):
-            return None
-        parts = tuple(map(to_action, space, value))
-        return None if any(part is None for part in parts) else parts
     return _to_array(space, value)
 
 
@@ -112,11 +105,9 @@ def check_observations(space: Any, name: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of NumPy, also within dicts and tuples, as JSON has them."""
+    """Arrays and numbers of NumPy, also within dicts, as JSON has them."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, tuple):
-        return [*map(_plain, value)]
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
