@@ -37,7 +37,7 @@ from environments.base import (
     Step,
     as_multi,
     checked_openings,
-    checked_step,
+    checked_steps,
     has_step_batch,
 )
 from environments.plumbing.registry import EnvSpec, make, place_of
@@ -272,7 +272,7 @@ class PooledEnv:
         return self.checked(self.game.step(responses))
 
     def checked(self, steps: dict[str, Step]) -> dict[str, Step]:
-        return {name: checked_step(step, name, self.is_single) for name, step in steps.items()}
+        return checked_steps(steps, self.is_single)
 
     def close(self) -> None:
         if self.game is not None:

@@ -141,6 +141,13 @@ def checked_openings(openings: Any) -> dict[str, list[Message]]:
     return openings
 
 
+def checked_steps(steps: Any, is_single: bool) -> dict[str, Step]:
+    """What `step` returned, by agent, checked. Raises as `checked_step` does."""
+    if not isinstance(steps, dict):
+        raise TypeError(f"step() returned {_kind(steps)}, not a dict of Steps by agent")
+    return {name: checked_step(step, name, is_single) for name, step in steps.items()}
+
+
 def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     """The step that an environment returned, with all its values as JSON would restore them.
 

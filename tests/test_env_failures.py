@@ -125,6 +125,29 @@ def test_what_reset_returned_is_named_if_it_is_no_list_of_messages(
     assert re.search(f"^TypeError: reset.. {words}", rollout.error)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("method", "returned", "words"), [
+    ("reset", [message("Say 1.")], "reset.. returned list of dict, not a dict of messages"),
+    ("reset", None, "reset.. returned a coroutine"),
+    ("step", [Step(None, 1.0, True)], "step.. returned list of Step, not a dict of Steps"),
+    ("step", None, "step.. returned a coroutine"),
+])  # fmt: skip
+def test_what_a_game_for_several_agents_returned_is_named(
+    policy, monkeypatch, method, returned, words
+):
+    class Game(MultiAgentEnv):
+        def reset(self, seed):
+            return {"ann": [message("Say 1.")]}
+
+        def step(self, responses):
+            return {"ann": Step(None, 1.0, True)}
+
+    monkeypatch.setattr(Game, method, lambda *_: returned or in_a_coroutine())
+    monkeypatch.setitem(registry.ENVIRONMENTS, "game", Game)
+    [rollout] = play(policy, Task("game", 1, 0))
+    assert re.search(f"^TypeError: {words}", rollout.error)
+
+
 def test_a_demonstration_that_is_no_text_is_named(policy, one_turn):
     one_turn(demonstrate=lambda self, hasty=False: 5)
     [rollout] = RolloutCollector(policy, 1).demonstrate([Task("one", 1, 0)])
