@@ -12,8 +12,10 @@ JSON schemas for a template with a tool format; core/extras/tools.py says which 
 
 import json
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -66,7 +68,7 @@ def prompt_ids(
     Raises UsageError if the chat template rejects the messages, TypeError as `clean_message` does.
     """
     chat, tools = _split_turn_tokens(tokenizer, messages, tools), _split_schemas(tokenizer, tools)
-    return _encode(tokenizer, render(tokenizer, chat, tools=tools))
+    return _encode(tokenizer, _render_results(tokenizer, chat, True, tools))
 
 
 def with_prefill(tokenizer: Tokenizer, prompt: list[int], text: str) -> list[int]:
@@ -161,6 +163,31 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int:
     return ids[0]
 
 
+def without_embedding(tokenizer: Tokenizer, count: int) -> list[str]:
+    """The added tokens beyond the `count` embeddings of the model; a message that has one in it is
+    encoded as the plain characters from now on.
+
+    Raises UsageError if the template writes one, or if the vocabulary itself is larger.
+    """
+    tokenizer.num_embeddings = count  # type: ignore[attr-defined]
+    decoder = tokenizer.added_tokens_decoder
+    unknown = [decoder[i].content for i in sorted(decoder) if i >= count]
+    written = _encode(tokenizer, render(tokenizer, [QUESTION, ANSWER, QUESTION]))
+    hint = "resize_token_embeddings(len(tokenizer)) makes the missing ones, to be trained"
+    if tokenizer.vocab_size > count:
+        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {count} "
+                         f"embeddings: it may be of another model; {hint}")  # fmt: skip
+    if max(written) >= count:
+        raise UsageError(f"the chat template writes {tokenizer.decode([max(written)])!r}, a token "
+                         f"that was added and has no embedding: {hint}")  # fmt: skip
+    return unknown
+
+
+def num_embeddings(tokenizer: Tokenizer) -> int:
+    """How many tokens the model of a tokenizer has embeddings of, as far as this is known."""
+    return getattr(tokenizer, "num_embeddings", sys.maxsize)
+
+
 def check_template(tokenizer: Tokenizer) -> None:
     """Raises UsageError if the template changes what messages say, or cannot open a turn."""
     roles = ("user", "assistant", "user")
@@ -228,6 +255,15 @@ def accepts_system(tokenizer: Tokenizer) -> bool:
         return False
 
 
+@lru_cache(maxsize=8)
+def alternates(tokenizer: Tokenizer) -> bool:
+    """Whether the template refuses two messages of the user in a row."""
+    try:
+        return not render(tokenizer, [QUESTION, QUESTION])
+    except UsageError:
+        return True
+
+
 def _split_turn_tokens(
     tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
 ) -> list[Message]:
@@ -267,6 +303,11 @@ def _with_arguments(message: Message, encode: Callable[[Any], Any]) -> Message:
     encoded = [f | {"arguments": encode(f["arguments"])} for f in functions]
     calls = [TOOL_CALL | {"function": f} for f in encoded]
     return message | {"tool_calls": calls} if calls else message
+
+
+def as_result(content: str) -> str:
+    """The result of a tool in a message of the user, for a template without them."""
+    return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def content_and_calls(message: Message) -> str:
@@ -309,16 +350,20 @@ def _split(tokenizer: Tokenizer, text: str, with_tools: bool) -> str:
 
 @lru_cache(maxsize=8)
 def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> dict[str, int]:
-    """The special tokens, and other added tokens that the template writes, as DeepSeek's does.
+    """The special tokens, and other added tokens that the template writes, as DeepSeek's does, or
+    that the model has no embeddings for.
 
     `with_tools`: those that it writes around schemas, calls and results, too, as Qwen's does.
     """
     chat: list[Message] = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     written = _encode(tokenizer, render(tokenizer, chat, open_turn=False))
     if with_tools:
-        written += _encode(tokenizer, render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT]))
+        with suppress(UsageError):  # of a template without calls, which writes nothing more
+            text = render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT])
+            written += _encode(tokenizer, text)
     added = tokenizer.added_tokens_decoder.items()
-    tokens = {token.content: i for i, token in added if token.special or i in written}
+    end = num_embeddings(tokenizer)
+    tokens = {t.content: i for i, t in added if t.special or i in written or i >= end}
     # <unk> stands for characters that the tokenizer lacks
     unknown = {tokenizer.unk_token_id} - {*written}
     return {
@@ -344,10 +389,34 @@ def _text_after_answer(
     open_turn: bool = True,
     tools: Sequence[Schema] = (),
 ) -> str:
-    _, found, text = render(tokenizer, chat, open_turn, tools).rpartition(COMPLETION)
+    text = _render_results(tokenizer, chat, open_turn, tools)
+    _, found, text = text.rpartition(COMPLETION)
     if not found:
         raise UsageError("the chat template leaves out or rewrites the assistant's messages")
     return text
+
+
+def _render_results(
+    tokenizer: Tokenizer, chat: list[Message], open_turn: bool, tools: Sequence[Schema]
+) -> str:
+    """As `render`, but a template that refuses results of tools gets what stands between two
+    answers as one message of the user: it may have no other roles, and want both to alternate."""
+    try:
+        return render(tokenizer, chat, open_turn, tools)
+    except UsageError:
+        merged: list[Message] = []
+        for message in chat:
+            if message["role"] == "tool":
+                content = _split(tokenizer, as_result(message["content"]), with_tools=True)
+                message = {"role": "user", "content": content}
+            if merged and message["role"] == merged[-1]["role"] == "user":
+                content = f"{merged.pop()['content']}\n{message['content']}"
+                message = {"role": "user", "content": content}
+            merged.append(message)
+        if any(message["role"] == "tool" for message in chat):
+            with suppress(UsageError):
+                return render(tokenizer, merged, open_turn, tools)
+        raise
 
 
 def render_calls(

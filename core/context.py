@@ -26,6 +26,7 @@ from core.chat_template import (
     clean_message,
     closing_ids,
     ids_after_completion,
+    num_embeddings,
     prompt_ids,
     with_prefill,
     with_system,
@@ -94,8 +95,12 @@ class Renderer:
         return ids_after_completion(self.policy.tokenizer, chat, turn_closed)
 
     def demonstration(self, text: str) -> Completion:
-        """A demonstration as if the policy had sampled it, with log-probs of 0."""
+        """A demonstration as if the policy had sampled it, with log-probs of 0. Raises UsageError
+        for a token that was added to the tokenizer and that the model has no embedding of."""
         ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
+        if max(ids, default=0) >= num_embeddings(self.policy.tokenizer):
+            token = self.policy.tokenizer.decode([max(ids)])
+            raise UsageError(f"a demonstration has {token!r}, which has no embedding in the model")
         ids.append(self.policy.end_of_turn_id)
         return Completion(ids, [0.0] * len(ids), text, "stop")
 
@@ -137,6 +142,8 @@ class Agent:
         if answer is None:
             raise TypeError("the environment has no demonstration")
         found = self.renderer.demonstration(answer) if isinstance(answer, str) else answer
+        if not isinstance(found, Completion):
+            raise TypeError(f"the demonstration is {type(found).__name__}, not a text")
         if found.finish_reason == "error":
             raise EnvFailure(found.text)
         prompt, ids = self.prompt_ids, found.token_ids
@@ -221,7 +228,7 @@ class Agent:
         is_result = self.chat[-1]["role"] == "tool"  # its length may be the policy's doing
         if len(new_ids) >= policy.max_length and not is_result:
             raise UsageError(f"one message has {len(new_ids)} tokens; the context of an episode "
-                             f"has {policy.max_length} (--max-model-len)")  # fmt: skip
+                             f"has {policy.max_length} ({policy.limited_by})")  # fmt: skip
         self.context_full = len(self.context_ids) + len(new_ids) >= policy.max_length
         self.prompt_ids = [] if self.context_full else self.context_ids + new_ids
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
@@ -24,8 +24,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from core.chat_template import check_template, end_of_turn_id, set_template_options
+from core.chat_template import (
+    check_template,
+    end_of_turn_id,
+    set_template_options,
+    without_embedding,
+)
 from core.config import RUNS, Config, parse_template_options
 from core.faults import UsageError
 from core.kv_cache import prefill
@@ -80,34 +86,49 @@ def load_policy(
     with _one_line_errors(subject):
         variables = parse_template_options(cfg.template_options)
         set_template_options(tokenizer, variables, cfg.template_date)
+        embeddings = cast(nn.Embedding, base.get_input_embeddings()).weight
+        unknown = without_embedding(tokenizer, len(embeddings))
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
     config = base.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    limit, limited_by = _context_limit(config)
     if limit is None:
         raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
                          "has no max_position_embeddings; take another model")  # fmt: skip
+    asked = cfg.max_model_len or limit
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
         device=device,
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
-        max_length=min(limit, cfg.max_model_len or limit),
+        max_length=min(limit, asked),
+        limited_by="--max-model-len" if asked <= limit else limited_by,
         value_head=_zero_head(config.hidden_size, device) if value_head else None,
         trust_remote_code=cfg.trust,
         fp32_head=cfg.fp32_head,
     )
     _check_logits(subject, policy)
+    if asked > limit != config.max_position_embeddings:
+        policy.remarks.append(f"a context has {limit} tokens and not {asked}: {limited_by}")
+    if unknown:
+        policy.remarks.append(
+            f"the model has no embedding of {len(unknown)} tokens that were added to its "
+            f"tokenizer, such as {unknown[-1]!r}: messages have their characters instead"
+        )
     if reason := _share_prefixes(policy):
-        policy.remark = f"computing each prompt once per completion, as {reason}"
+        policy.remarks.append(f"computing each prompt once per completion, as {reason}")
     return policy
 
 
 def has_adapters(folder: str) -> bool:
-    """Whether the folder has LoRA adapters and not a whole model."""
-    config, adapters = (Path(folder, name) for name in ("config.json", "adapter_config.json"))
-    return adapters.exists() and not config.exists()
+    """Whether the folder has LoRA adapters and no weights of a model.
+
+    Beside adapters some trainers save the config.json of their base.
+    """
+    weights = ("model*.safetensors", "pytorch_model*.bin")
+    has_weights = any(any(Path(folder).glob(pattern)) for pattern in weights)
+    return Path(folder, "adapter_config.json").exists() and not has_weights
 
 
 def reads_cache(model_id: str, flag: str) -> bool:
@@ -173,6 +194,13 @@ def _load_files(
         if not trusted and "auto_map" in saved:
             # transformers would fall back to another tokenizer, with other ids, without a warning
             raise ValueError("trust_remote_code")
+        if find_adapter_config_file(model_id, local_files_only=from_cache):
+            # transformers would add them, and new ones would take their place
+            raise ValueError(
+                "it has a whole model and LoRA adapters: move the one or the other elsewhere"
+                if Path(model_id).is_dir()
+                else "it is LoRA adapters: download them to a folder, and give that"
+            )
         tokenizer = AutoTokenizer.from_pretrained(model_id, **source)
         model, report = from_pretrained(
             model_id, dtype=getattr(torch, dtype), use_safetensors=True,
@@ -223,6 +251,31 @@ def _share_prefixes(policy: Policy) -> str:
     if reason:
         model.set_attn_implementation("sdpa")
     return reason
+
+
+def _context_limit(config: Any) -> tuple[int | None, str]:
+    """How many tokens a sequence of the model may have, and what in its config.json says so.
+
+    YaRN multiplies the original number, which some files repeat as max_position_embeddings. With
+    longrope the longest sequence of a batch chooses the factors of all, so log-probs would depend
+    on the others, and a key in the cache on when it was computed: up to the original number the
+    factors are the same ones.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    limited_by = "config.json's max_position_embeddings"
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in [ropes, *ropes.values()]:  # of the model, or of each kind of layer
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        original = kind and (
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+        )
+        if limit and original and kind == "yarn":
+            limit = max(limit, int(original * (rope.get("factor") or 1)))
+        elif limit and original and kind in ("longrope", "su") and original < limit:
+            limit = original
+            limited_by = "longrope's original_max_position_embeddings in config.json"
+    return limit, limited_by
 
 
 def _zero_head(width: int, device: torch.device) -> nn.Linear:
@@ -296,6 +349,10 @@ def _base_of(cfg: Config, folder: str, subject: str, train: bool) -> str:
 
     with _one_line_errors(f"{subject}: can't be loaded"):
         saved: Any = LoraConfig.from_pretrained(folder)
+        if not isinstance(saved, LoraConfig) or not saved.base_model_name_or_path:
+            raise ValueError(f"adapters of the kind {saved.peft_type.value} for the base model "
+                             f"{saved.base_model_name_or_path}: picoRL reads LoRA that names its "
+                             "base in adapter_config.json")  # fmt: skip
     if train and (cfg.lora_rank != saved.r or cfg.lora_alpha not in (0, saved.lora_alpha)):
         raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
                          f"--lora-rank {saved.r} --lora-alpha {saved.lora_alpha:g}")  # fmt: skip
@@ -310,7 +367,11 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str)
     from peft.utils import load_peft_weights
 
     scale: Any = alpha or 2 * rank  # annotated as int, but PEFT accepts a float
+    if Path(str(model.name_or_path)).is_dir():  # PEFT saves it, and may open it from elsewhere
+        model.name_or_path = str(Path(str(model.name_or_path)).absolute())
     with _one_line_errors(f"{folder}: can't be loaded" if folder else f"--lora-rank {rank}"):
+        if folder and not any(Path(folder).glob("adapter_model.*")):
+            raise ValueError("it has an adapter_config.json and no adapter_model.safetensors")
         if not folder:
             config = LoraConfig(
                 task_type="CAUSAL_LM", r=rank, lora_alpha=scale, target_modules="all-linear"
@@ -319,7 +380,12 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str)
         config = LoraConfig.from_pretrained(folder)
         config.inference_mode = False  # saved as True, with which nothing is trained
         adapted = get_peft_model(model, config)
-        set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
+        weights = load_peft_weights(folder, device="cpu")
+        found: Any = set_peft_model_state_dict(adapted, weights)
+        missing = [key for key in found.missing_keys if "lora_" in key]
+        if odd := [*found.unexpected_keys, *missing]:
+            raise ValueError(f"they are of another model than {model.name_or_path}: {len(odd)} "
+                             f"weights, such as {odd[0]}, have no counterpart")  # fmt: skip
     return adapted
 
 

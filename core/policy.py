@@ -48,7 +48,8 @@ class Policy:
     trust_remote_code: bool = False  # True: Python code that comes with the model may run
     fp32_head: bool = False  # True: the output layer is a Float32Head
     disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
-    remark: str = ""  # one line about this model that the run shows when it starts
+    limited_by: str = "--max-model-len"  # what `max_length` comes from
+    remarks: list[str] = field(default_factory=list)  # lines about this model, shown at the start
 
     @property
     def causal_lm(self) -> PreTrainedModel:

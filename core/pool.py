@@ -30,7 +30,16 @@ from core.calls import (
     in_thread,
     traceback_of,
 )
-from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step, has_step_batch
+from environments.base import (
+    PLAYER,
+    Env,
+    Message,
+    Step,
+    as_multi,
+    checked_openings,
+    checked_steps,
+    has_step_batch,
+)
 from environments.plumbing.registry import EnvSpec, make, place_of
 
 POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
@@ -244,7 +253,7 @@ class PooledEnv:
                 self.is_single, self.steps_together = True, has_step_batch(made)
                 made = self.prepare(made)
             self.made, self.game = made, as_multi(made)
-        return self.game.reset(seed)
+        return checked_openings(self.game.reset(seed))
 
     def build(self) -> Any:
         # the first one alone: it imports modules and reads data that the others share
@@ -263,7 +272,7 @@ class PooledEnv:
         return self.checked(self.game.step(responses))
 
     def checked(self, steps: dict[str, Step]) -> dict[str, Step]:
-        return {name: checked_step(step, name, self.is_single) for name, step in steps.items()}
+        return checked_steps(steps, self.is_single)
 
     def close(self) -> None:
         if self.game is not None:

@@ -10,6 +10,7 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 [0, 1000000000, 1500000000]
 """
 
+import inspect
 import json
 import math
 import random
@@ -132,6 +133,26 @@ class Step:
         return [] if self.message is None else [self.message]
 
 
+def checked_openings(openings: Any) -> dict[str, list[Message]]:
+    """What `reset` returned, by agent. Raises TypeError if these are no lists of messages."""
+    if not isinstance(openings, dict):
+        raise TypeError(f"reset() returned {_kind(openings)}, not a dict of messages by agent")
+    for agent, messages in openings.items():
+        if not isinstance(messages, list | tuple) or not all(
+            isinstance(m, Mapping) for m in messages
+        ):
+            raise TypeError(f"reset() returned {_kind(messages)} for {agent}, not a list of "
+                            'messages, [user("..")]')  # fmt: skip
+    return openings
+
+
+def checked_steps(steps: Any, is_single: bool) -> dict[str, Step]:
+    """What `step` returned, by agent, checked. Raises as `checked_step` does."""
+    if not isinstance(steps, dict):
+        raise TypeError(f"step() returned {_kind(steps)}, not a dict of Steps by agent")
+    return {name: checked_step(step, name, is_single) for name, step in steps.items()}
+
+
 def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     """The step that an environment returned, with all its values as JSON would restore them.
 
@@ -139,13 +160,17 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     ValueError if the step is invalid; then training drops the episode.
     """
     if not isinstance(step, Step):
-        raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
+        raise TypeError(f"step() returned {_kind(step)} for {agent}, not a Step")
     flags: dict[str, Any] = {name: _flag(agent, name, getattr(step, name)) for name in FLAGS}
     if is_single and step.message is None and not flags["done"]:
         raise ValueError("step() returned no message, and done is False")
+    if isinstance(step.reward, str | bytes) or not hasattr(step.reward, "__float__"):
+        raise TypeError(f"the reward of {agent} is {step.reward!r:.50}, not a number")
     if not abs(step.reward) <= MAX_REWARD:  # nor NaN
         shown = f"{step.reward}"[:20]
         raise ValueError(f"the reward of {agent} is {shown}, not within ±{MAX_REWARD:g}")
+    if step.message is not None and not isinstance(step.message, Mapping):
+        raise TypeError(f'the message to {agent} is {_kind(step.message)}, not user("..")')
     if step.message is not None and not isinstance(step.message.get("content"), str):
         raise TypeError(f"the message to {agent} has no text")
     if step.message is not None and len(step.message["content"]) > MAX_MESSAGE:
@@ -158,6 +183,16 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     if "correct" in info:
         info["correct"] = _flag(agent, 'info["correct"]', info["correct"])
     return replace(step, reward=float(step.reward), info=info, **flags)
+
+
+def _kind(value: Any) -> str:
+    """What an environment returned, for a message about it."""
+    if inspect.iscoroutine(value):
+        value.close()  # it would be reported as never awaited
+        return "a coroutine (an environment is not async: `asyncio.run` within it, waits = True)"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {', '.join(type(part).__name__ for part in value)}"
+    return type(value).__name__
 
 
 def _flag(agent: str, name: str, value: Any) -> bool:
@@ -344,7 +379,7 @@ class SingleAgentEnv(MultiAgentEnv):
         return self.env.tools
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
-        return {PLAYER: self.env.reset(seed)}
+        return checked_openings({PLAYER: self.env.reset(seed)})
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         return {PLAYER: self.env.step(responses[PLAYER])}

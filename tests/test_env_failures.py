@@ -57,6 +57,10 @@ def one_turn(monkeypatch):
     return add
 
 
+async def in_a_coroutine():
+    return None
+
+
 def play(policy, *tasks, max_turns=3):
     collector = RolloutCollector(policy, max_turns, env_timeout=1.0)
     return collector.collect([*tasks], Scripted(policy), PARAMS)
@@ -76,6 +80,11 @@ FAULTS = [
     (lambda: Step(None, 1.0, 2), "TypeError: done of player is 2, not True or False"),
     (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
     (lambda: Step(None, 1.0, True, {"correct": "False"}), r'info\["correct"\]'),
+    (lambda: Step("Go on.", 1.0, False), r'message to player is str, not user\("\.\."\)'),
+    (lambda: Step(None, "1.0", True), "the reward of player is '1.0', not a number"),
+    (lambda: Step(None, None, True), "the reward of player is None, not a number"),
+    (lambda: ("done", 1.0, True), "returned tuple of str, float, bool for player, not a Step"),
+    (lambda: in_a_coroutine(), r"returned a coroutine \(an environment is not async: .asyncio.run"),
 ]  # fmt: skip
 
 
@@ -98,6 +107,51 @@ def test_a_failed_reset_is_a_rollout_with_an_error(policy, one_turn):
     one_turn(reset=lambda self, seed: [])
     (rollout,) = play(policy, Task("one", 1, 0))
     assert "no message" in rollout.error and not rollout.messages
+
+
+@pytest.mark.filterwarnings("error")  # a coroutine that is never awaited
+@pytest.mark.parametrize(("opening", "words"), [
+    ("Say 1.", "returned str for player, not a list of messages"),
+    (("Say 1.", {}), "returned tuple of str, dict for player"),  # Gymnasium's
+    (message("Say 1."), "returned dict for player"),
+    (None, "returned NoneType for player"),
+    ("async", "returned a coroutine .an environment is not async"),
+])  # fmt: skip
+def test_what_reset_returned_is_named_if_it_is_no_list_of_messages(
+    policy, one_turn, opening, words
+):
+    one_turn(reset=lambda self, seed: in_a_coroutine() if opening == "async" else opening)
+    [rollout] = play(policy, Task("one", 1, 0))
+    assert re.search(f"^TypeError: reset.. {words}", rollout.error)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("method", "returned", "words"), [
+    ("reset", [message("Say 1.")], "reset.. returned list of dict, not a dict of messages"),
+    ("reset", None, "reset.. returned a coroutine"),
+    ("step", [Step(None, 1.0, True)], "step.. returned list of Step, not a dict of Steps"),
+    ("step", None, "step.. returned a coroutine"),
+])  # fmt: skip
+def test_what_a_game_for_several_agents_returned_is_named(
+    policy, monkeypatch, method, returned, words
+):
+    class Game(MultiAgentEnv):
+        def reset(self, seed):
+            return {"ann": [message("Say 1.")]}
+
+        def step(self, responses):
+            return {"ann": Step(None, 1.0, True)}
+
+    monkeypatch.setattr(Game, method, lambda *_: returned or in_a_coroutine())
+    monkeypatch.setitem(registry.ENVIRONMENTS, "game", Game)
+    [rollout] = play(policy, Task("game", 1, 0))
+    assert re.search(f"^TypeError: {words}", rollout.error)
+
+
+def test_a_demonstration_that_is_no_text_is_named(policy, one_turn):
+    one_turn(demonstrate=lambda self, hasty=False: 5)
+    [rollout] = RolloutCollector(policy, 1).demonstrate([Task("one", 1, 0)])
+    assert rollout.error.startswith("TypeError: the demonstration is int, not a text")
 
 
 def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_group(

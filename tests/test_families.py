@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import load_small
+from conftest import load_small, save_small
 
 from core.config import Config
+from core.context import Renderer
 from core.faults import UsageError
 from core.loading import load_policy
 from core.policy import Policy
@@ -79,3 +80,46 @@ def test_a_model_whose_log_probs_training_would_change_is_refused(tmp_path, monk
     with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off") as error:
         load_policy(Config(device="cpu"), str(save("Granite", tmp_path)))
     assert len(str(error.value).splitlines()) == 1
+
+
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0]}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Qwen3"])  # the number at the top level, and within
+def test_a_context_ends_where_longrope_would_look_at_the_other_sequences(tmp_path, family):
+    """Beyond 96 tokens the longest sequence of a batch chooses the factors of all."""
+    original = {"original_max_position_embeddings": 96}
+    within, beside = (original, {}) if family == "Qwen3" else ({}, original)
+    folder = save_small(
+        family, tmp_path, max_position_embeddings=512, rope_parameters=ROPE | within, **beside
+    )
+    assert load_policy(Config(device="cpu", max_model_len=80), str(folder)).remarks == []
+    policy = load_policy(Config(device="cpu", max_model_len=200), str(folder))
+    assert policy.max_length == 96 and "96 tokens and not 200" in policy.remarks[0]
+    ids = torch.randint(5, 300, (2, 160), generator=torch.Generator().manual_seed(0))
+    gaps = []
+    for longest in (96, 160):
+        with torch.no_grad():
+            ours = policy.to_logits(policy.hidden_states(ids[:, :longest])[0, :60])
+        gaps.append((ours.log_softmax(-1) - trainer_logprobs(policy, ids[0, :60].tolist())).abs())
+    assert gaps[0].max() < 1e-4 < 0.1 < gaps[1].max()
+
+
+def test_yarn_gives_a_context_its_factor_times_the_original_length(tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+            "original_max_position_embeddings": 256}  # fmt: skip
+    for limit in (256, 1024):  # what config.json says beside it, before or after the factor
+        folder = save_small("Qwen3", tmp_path, max_position_embeddings=limit, rope_parameters=rope)
+        lengths = [
+            load_policy(Config(device="cpu", max_model_len=n), str(folder)) for n in (1000, 2000)
+        ]
+        assert [policy.max_length for policy in lengths] == [1000, 1024]
+
+
+def test_a_message_that_does_not_fit_names_what_limits_the_context(tmp_path):
+    folder = save_small("Qwen3", tmp_path, max_position_embeddings=256)
+    for asked, name in ((100, "--max-model-len"), (1000, "config.json's max_position_embeddings")):
+        renderer = Renderer(load_policy(Config(device="cpu", max_model_len=asked), str(folder)))
+        with pytest.raises(UsageError, match=rf"has {min(asked, 256)} \({name}\)"):
+            renderer.first_prompt([{"role": "user", "content": "word " * 300}])

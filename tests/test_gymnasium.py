@@ -1,5 +1,8 @@
 """Gymnasium environments as text."""
 
+import string
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("gymnasium", reason="needs picorl[envs]")
@@ -77,6 +80,12 @@ def test_keyword_arguments_reach_the_environment():
         (spaces.Box(0, 255, (2,), np.uint8), "[0 to 255, 0 to 255]", "[0, 255]",
          ["[0, 256]", "[0.0, 1]", "[[0, 1]]"]),
         (spaces.Box(0, 1, (1,)), "[0 to 1]", "[0.5]", ["[2]", "[NaN]", "[[0.5]]"]),
+        (spaces.Text(3), "a text of 1 to 3 characters of 0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdef"
+         "ghijklmnopqrstuvwxyz", '"go7"', ['"go on"', '""', '"go!"', "[7]"]),
+        (spaces.Dict(say=spaces.Text(9, min_length=0, charset=string.printable),
+                     times=spaces.Discrete(3)),
+         '{"say": a text of at most 9 characters, "times": 0 to 2}', '{"say": "go on", "times": 2}',
+         ['{"say": "go on"}', '{"say": "go on", "times": 3}', '{"say": 1, "times": 1}', '"go on"']),
     ],
 )  # fmt: skip
 def test_json_action_is_checked_against_its_space(space, text, valid, invalid):
@@ -87,6 +96,48 @@ def test_json_action_is_checked_against_its_space(space, text, valid, invalid):
     assert space.contains(read_json_action(space, to_json(action)))
     for value in invalid:
         assert read_json_action(space, f'{{"action": {value}}}') is None, value
+
+
+GAME = """
+import string
+import gymnasium
+from gymnasium import spaces
+class Echo(gymnasium.Env):
+    "Say the word."
+    observation_space = spaces.Text(40)
+    action_space = spaces.Text(20, min_length=0, charset=string.printable)
+    def __init__(self, word="pear"):
+        self.word = word
+    def reset(self, *, seed=None, options=None):
+        return f"The word is {self.word}.", {}
+    def step(self, action):
+        return "Done.", float(self.word in action), True, False, {}
+"""
+
+
+def test_a_class_whose_actions_are_texts_reads_the_whole_response(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("echoes.py").write_text(GAME)
+    with pytest.raises(UsageError, match=r"write --env gymnasium:id=echoes\.py:Echo"):
+        make("echoes.py:Echo")
+    env = make("gymnasium:id=echoes.py:Echo,word=plum")
+    hint = "Answer with a text of at most 20 characters."
+    for response, reward in (
+        ("a plum!", 1), ('{"action": "plum"}', 1), ("<action>5 plum</action>", 1), ("pear", 0),
+        ("It is a plum, I think.", -0.1), ("plüm", -0.1),
+    ):  # fmt: skip
+        opening = f"Echo.\nSay the word. {hint}\nThe word is plum."
+        assert env.reset(0) == [user(opening)]
+        step = env.step(response)
+        assert step.reward == reward, response
+    assert step.message == user(hint) and not step.done
+
+
+def test_an_observation_of_two_numbers_is_not_taken_for_observation_and_info(monkeypatch):
+    env = Gymnasium("MountainCar-v0")  # as gym had it before 0.26
+    monkeypatch.setattr(type(env.env.unwrapped), "reset", lambda *_, **__: np.zeros(2))
+    with pytest.raises(TypeError, match=r"reset\(\) returned ndarray, not observation and info"):
+        env.reset(0)
 
 
 def test_continuous_actions_are_read_and_guessed_as_json():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -452,6 +453,30 @@ def test_a_class_is_told_once_of_its_run_and_reads_how_far_that_is(place):
     [[info, *seen]] = told
     assert [*info.train_envs] == [*info.eval_envs] == ["Rows"] and info.num_updates == 2
     assert [*dict.fromkeys(seen)] == [0, 1, 2] and seen == sorted(seen)
+
+
+def test_an_object_that_cannot_be_copied_is_given_as_a_function(place, capsys):
+    env = Turns()
+    env.lock = threading.Lock()
+    assert train.run(settings(run_name="lock"), env=env) == 2
+    assert "give a function that returns a new one" in capsys.readouterr().err
+    assert train.run(settings(run_name="lock"), env=lambda: env) == 0
+
+
+def test_two_runs_in_one_process_come_one_after_the_other(place, capsys):
+    """Both would set the process's random states; a run inside another one stands for a thread."""
+    codes = []
+
+    class Inner(Turns):
+        def reset(self, seed):
+            if not codes:
+                codes.append(0)
+                codes.append(train.run(settings(run_name="inner")))
+            return super().reset(seed)
+
+    assert train.run(settings(run_name="outer"), env=Inner) == 0 and codes == [0, 2]
+    assert "another run of this process goes on" in capsys.readouterr().err
+    assert train.run(settings(run_name="inner")) == 0
 
 
 def test_what_is_no_environment_is_refused_in_one_line(capsys):

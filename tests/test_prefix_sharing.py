@@ -81,7 +81,7 @@ def test_families_give_the_results_of_separate_sequences(family, lora_rank, tmp_
     policy = load_policy(
         Config(device="cpu", lora_rank=lora_rank), str(save_model(family, tmp_path))
     )
-    assert policy.shares_prefixes and not policy.remark
+    assert policy.shares_prefixes and not policy.remarks
     generator = torch.Generator().manual_seed(0)
     for name, weight in policy.trainable().items():
         if "lora_B" in name:  # zero at first, and then lora_A would have no gradient
@@ -135,9 +135,9 @@ def test_models_with_sliding_windows_shorter_than_their_context_are_not_shared(t
     folder = save_small("Qwen2", tmp_path / "window", **changes)
     policy = load_small(folder)
     assert not policy.shares_prefixes
-    assert "window of 64 tokens is shorter" in policy.remark
+    assert "window of 64 tokens is shorter" in policy.remarks[0]
     policy = load_small(folder, max_model_len=64)
-    assert policy.shares_prefixes and not policy.remark
+    assert policy.shares_prefixes and not policy.remarks
     assert load_small(save_small("Qwen2", tmp_path / "full")).shares_prefixes
 
 
@@ -150,4 +150,4 @@ def test_a_model_whose_log_probs_would_differ_shares_no_prefixes(qwen3_folder, m
     monkeypatch.setattr(loading, "make_tree", shifted)
     policy = load_policy(Config(device="cpu"), str(qwen3_folder))
     assert not policy.shares_prefixes
-    assert re.search(r"log-probs would be \S+ nats off", policy.remark)
+    assert re.search(r"log-probs would be \S+ nats off", policy.remarks[0])

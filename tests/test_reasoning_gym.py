@@ -63,3 +63,16 @@ def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged(n
 )  # fmt: skip
 def test_is_safe_rejects_code(name, answer, safe):
     assert is_safe(name, answer) is safe
+
+
+def test_a_scorer_that_raises_gives_0_and_is_named_once(capsys):
+    def broken(answer, entry):
+        raise KeyError("metadata")
+
+    env = ReasoningGym("chain_sum")
+    for seed in (0, 1):
+        env.reset(seed)
+        env.dataset.score_answer = broken
+        assert env.step("<answer>12</answer>").reward == 0.0
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("reasoning_gym:dataset=chain_sum raised KeyError: 'metadata' (")

@@ -287,15 +287,54 @@ def test_local_files_of_other_kinds_are_rows_too(place, monkeypatch, capsys):
     table = datasets.Dataset.from_list(ROWS)
     for name, save in (("a.csv", table.to_csv), ("a.parquet", table.to_parquet)):
         save(name)
+    table.save_to_disk("saved")
+    datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk("splits")
+    Path("data.json").write_text(json.dumps({"version": "1", "data": ROWS}, indent=1))
     Path("b.csv").write_bytes(b"\xef\xbb\xbf" + Path("a.csv").read_bytes())  # as Excel writes it
     Path("a.json").write_text(json.dumps(ROWS, indent=1))
     Path("a.jsonl").write_text(Path("rows.jsonl").read_text(), encoding="utf-8-sig")
     expected = make("rewarded:data=rows.jsonl,reward=rewards.py:two").train
-    for file in ("a.csv", "b.csv", "a.parquet", "a.json", "a.jsonl"):
+    for file in (
+        "a.csv",
+        "b.csv",
+        "a.parquet",
+        "a.json",
+        "a.jsonl",
+        "data.json",
+        "saved",
+        "splits",
+    ):
         found = make(f"rewarded:data={file},reward=rewards.py:two").train
         assert [row["prompt"] for row in found] == [row["prompt"] for row in expected]
         assert [row["n"] for row in found] == [row["n"] for row in expected]
         assert [row.place for row in found] == [f"{file}:{row['n'] + 1}" for row in found]
+
+    with pytest.raises(UsageError, match=r"splits has no split 'dev'; it has train, test"):
+        make("rewarded:data=splits,split=dev,reward=rewards.py:two")
+    Path("two.json").write_text(json.dumps({"train": ROWS, "test": ROWS}, indent=1))
+    with pytest.raises(UsageError, match="which of train, test\\? Write one"):
+        make("rewarded:data=two.json,reward=rewards.py:two")
+
+
+def test_calls_of_tools_have_the_arguments_of_their_own_row(place, monkeypatch):
+    """Parquet gives the call of each row the arguments of all, as null; a list keeps its own."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
+    arguments, rows = [{"word": "a"}, {"number": 1, "within": {"all": [1, None]}}], []
+    for i in range(40):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments[i % 2]}}
+        chat = [{"role": "user", "content": f"{i}?"}, {"role": "tool", "content": "found"}]
+        chat[1:1] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        rows.append({"prompt": chat, "settings": arguments[i % 2]})
+    datasets.Dataset.from_list(rows).to_parquet("a.parquet")
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parquet, lines = (
+        make(f"rewarded:data={file},reward=rewards.py:two").train
+        for file in ("a.parquet", "a.jsonl")
+    )
+    assert [row["prompt"] for row in parquet] == [row["prompt"] for row in lines]
+    filled = {"word": "a", "number": None, "within": None}  # a column of the function's, as in TRL
+    assert next(row["settings"] for row in parquet if row["settings"]["word"]) == filled
 
 
 def test_a_column_that_is_no_json_is_named(place, monkeypatch):

@@ -249,6 +249,23 @@ def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy):
     assert (over_all - batch.sampler_logprobs).mean() < -0.05
 
 
+@pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.8}])
+def test_what_is_kept_for_the_trainer_is_what_16_bit_logits_were_drawn_from(qwen3_folder, options):
+    """Not what quotients of 8 bits would keep: of these many are equal."""
+    rounded = load_policy(Config(device="cpu", dtype="bfloat16"), str(qwen3_folder))
+    rounded.stop_ids, sampler, drawn_from = [], TorchSampler(rounded), []
+
+    def record(logits, params, uniform):
+        likely = keep_likely(logits.float() / params.temperature, params).isfinite()
+        drawn_from.extend(row.nonzero().squeeze(1).tolist() for row in likely)
+        return draw(logits, params, uniform)
+
+    sampler.draw_function = record
+    params = SamplingParams(max_tokens=40, seed=2, temperature=0.7, **options)
+    [completion] = sampler.sample(PROMPTS[:1], params)
+    assert completion.kept_ids == drawn_from and len(drawn_from) == 40
+
+
 def test_make_sampler_auto_uses_torch_if_vllm_does_not_start(policy, monkeypatch):
     def fail(*args):
         raise UsageError("vLLM could not start: no compiler")

@@ -66,3 +66,14 @@ def test_a_game_and_other_code_do_not_draw_from_the_same_generators(id):
     assert first == others[-1] and any(other != first for other in others)
     random.seed(9), np.random.seed(9)
     assert drawn == [(random.random(), np.random.random()) for _ in drawn]
+
+
+def test_a_game_that_raises_costs_its_player_and_is_named_once(capsys):
+    env = TextArena("CharacterConclave-v0", players=3)  # its step raises, whatever is answered
+    for seed in (0, 1):
+        _, steps = play(env, seed, "hello")
+        assert [steps[agent].reward for agent in env.agents] == [-1.0, 0.0, 0.0]
+        assert steps["player_0"].info == {"correct": False, "invalid": True}
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("textarena:id=CharacterConclave-v0 raised TypeError: ")
+    assert "env.py, line " in line and "the player gets -1" in line

@@ -7,6 +7,7 @@ import torch
 
 from algorithms.token_logprobs import only_kept, token_logprobs
 from algorithms.tokens import Tokens, group_mean, group_std, minus, sums, token_weights
+from core.sampler import SamplingParams, draw, keep_likely
 
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])
 # each sequence's first and last predicted token are sampled in one of the rows
@@ -63,6 +64,22 @@ def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chun
     torch.testing.assert_close(got_grads, want_grads, atol=1e-5, rtol=0)
     reached = got_grads[0].abs().sum(-1).view(2, 5) > 0
     assert not (reached[:, :4] & ~mask).any() and not reached[:, 4].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}])
+def test_the_trainer_has_the_samplers_distribution_of_16_bit_logits(options):
+    """Both make logits float32 before they divide them by the temperature: quotients of 8 bits
+    would be up to 0.1 nats off, in the log-prob of a token that both agree on."""
+    logits = (torch.randn(64, 5, generator=torch.Generator().manual_seed(0)) * 20).bfloat16()
+    params, nodes = SamplingParams(1, temperature=0.7, **options), torch.arange(64)
+    uniform = torch.linspace(0, 1, 65, dtype=torch.float64)[:-1]
+    drawn, sampled = draw(logits, params, uniform)
+    kept = keep_likely(logits.float() / 0.7, params).isfinite() if options else None
+    ids = kept if kept is None else [row.nonzero().squeeze(1).tolist() for row in kept]
+    trained, _ = token_logprobs(logits, nodes, drawn, lambda hidden: hidden, 0.7, kept_ids=ids)
+    assert len({*drawn.tolist()}) > 1 and torch.equal(trained, sampled)
+    rounded = (logits / 0.7).float().log_softmax(-1)[nodes, drawn]
+    assert options or (rounded - sampled).abs().max() > 0.01
 
 
 def test_kept_ids_may_be_bits_of_the_vocabulary():

@@ -6,9 +6,13 @@ public ones. The tokenizer has one token per byte.
 
 import asyncio
 import json
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from test_chat_template import EACH, byte_tokenizer, opens, template_of, trl
 from test_episodes import AtOnce
 
@@ -342,6 +346,75 @@ def test_results_are_appended_to_the_sampled_ids_by_environments_and_for_program
     assert "The second." in opening and opening.count('"add"') == 1
 
 
+ALTERNATES = (  # as Gemma's, and without tools
+    EACH + "{% if m.role not in ['user', 'assistant'] or (m.role == 'user') != (loop.index0 % 2 "
+    "== 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    + opens("{{ '<|im_start|>assistant\n' }}")
+)  # fmt: skip
+WITH_CALL = [
+    user("What is 2 + 3?"),
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]},
+    {"role": "tool", "content": "5"}, user("And twice that?"),
+]  # fmt: skip
+AFTER_CALL = (
+    f"What is 2 + 3?<|im_end|>\n<|im_start|>assistant\n{call_text('add', a=2, b=3)}<|im_end|>\n"
+    "<|im_start|>user\n<tool_response>\n5\n</tool_response>\nAnd twice that?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_results_and_what_the_user_says_are_one_message_if_roles_have_to_alternate(
+    policy, has_tools
+):
+    @register("history")
+    class History(Adder):
+        def __init__(self):
+            super().__init__()
+            self.tools = self.tools if has_tools else []
+
+        def reset(self, seed):
+            self.responses = []
+            return WITH_CALL
+
+        def step(self, response):
+            super().step(response)
+            done = len(self.responses) == 2
+            return Step(None if done else user("Sure?"), 0.0, done)
+
+    with_template(policy, ALTERNATES)
+    calls = [call_text("add", a=5, b=5)] if has_tools else []
+    rollout, sampler = play(policy, *calls, "10", "Yes", env="history")
+    assert (rollout.error, len(rollout.turns)) == ("", 2 + has_tools)
+    first, *_, last = map(policy.tokenizer.decode, sampler.prompts)
+    assert first.endswith(AFTER_CALL) and ("</tools>\n\nWhat" in first) == has_tools
+    after = "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert last.endswith("10" + after) and last.startswith(first)
+
+
+def test_an_agent_program_may_add_a_message_to_results_if_roles_have_to_alternate(policy, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"n": n}) for n in range(20)))
+    (tmp_path / "agent.py").write_text(f"""
+def run(task, client):
+    messages = [{{"role": "user", "content": "What is 2 + 3?"}}]
+    tools = {schemas(Adder())}
+    answer = client.chat.completions.create(model="m", messages=messages, tools=tools)
+    message = answer.choices[0].message
+    messages += [message.model_dump(exclude_none=True),
+                 {{"role": "tool", "content": "5", "tool_call_id": message.tool_calls[0].id}},
+                 {{"role": "user", "content": "And twice that?"}}]
+    client.chat.completions.create(model="m", messages=messages, tools=tools)
+    return 1.0
+""")
+    with_template(policy, ALTERNATES)
+    spec = f"agent:run={tmp_path}/agent.py:run,data={tmp_path}/rows.jsonl"
+    rollout, sampler = play(policy, call_text("add", a=2, b=3), "10", env=spec)
+    assert (rollout.error, rollout.episode_return, len(rollout.turns)) == ("", 1.0, 2)
+    assert policy.tokenizer.decode(sampler.prompts[1]).endswith(AFTER_CALL)
+
+
 REFUSED = {
     "unknown": (call_text("subtract", a=1), "there is no tool 'subtract'; there are add, crash"),
     "missing": (call_text("add", a=1), "add: missing a required argument: 'b'"),
@@ -396,6 +469,52 @@ def tag(
 def test_arguments_are_checked_against_the_type_hints(arguments, result):
     step = adder_with(tag).step(call_text("tag", **arguments))
     assert step.message["content"] == result
+
+
+@dataclass
+class AtAddress:
+    inner: object
+
+
+class Bare:
+    """Python shows an object of it by its address."""
+
+
+class Tag(Bare):
+    def __str__(self):
+        return "<b>12</b>"
+
+
+@pytest.mark.parametrize(("result", "text"), [
+    (np.float32(2.5), "2.5"),
+    ({"prices": np.array([1, 2]), "mean": torch.tensor(1.5)}, '{"prices": [1, 2], "mean": 1.5}'),
+    ({"tea", "jam"}, '["jam", "tea"]'),
+    (b"tea", '"tea"'),
+    (PurePosixPath("a/b"), '"a/b"'),
+    (Tag(), '"<b>12</b>"'),
+    ([10**5000], "error: ValueError: Exceeds the limit (4300 digits) for integer string "
+     "conversion; use sys.set_int_max_str_digits() to increase the limit"),  # the policy's doing
+    (Bare(), "returned Bare: Bare has no text"),
+    ([{"type": "image", "image": Bare()}], "returned list: Bare has no text"),
+    ((i for i in range(3)), "returned generator: generator has no text"),
+    ([len, dict], "returned list: builtin_function_or_method has no text"),
+    (AtAddress(Bare()), "returned AtAddress: AtAddress has no text"),
+    (b"\x89PNG", "returned bytes: bytes has no text"),
+    ({(1, 2): 3}, "returned dict: keys must be"),
+])  # fmt: skip
+def test_a_result_is_a_text_or_json_or_names_the_tool_and_the_type(result, text):
+    """No policy learns from an address; that a tool has no text is not the policy's error."""
+
+    def look() -> str:
+        """Looks."""
+        return result
+
+    env = adder_with(look)
+    if not text.startswith("returned"):
+        assert env.step(call_text("look")).message["content"] == text
+        return
+    with pytest.raises(TypeError, match=f"the tool look {text}"):
+        env.step(call_text("look"))
 
 
 def test_a_result_is_cut_and_cannot_forge_a_turn(policy):

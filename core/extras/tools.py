@@ -30,6 +30,8 @@ from core.chat_template import (
     QUESTION,
     TOOL,
     Schema,
+    alternates,
+    as_result,
     end_of_turn_id,
     ids_after_completion,
     opened_thought,
@@ -150,13 +152,16 @@ def for_template(
     chat = with_system(tokenizer, messages, INSTRUCTIONS.format("\n".join(lines)), last=True)
     adapted: list[Message] = []
     for before, message in zip([None, *chat[:-1]], chat, strict=True):
-        if message["role"] != "tool":
-            adapted.append(message)
-            continue
-        text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        if before and before["role"] == "tool":  # the results of one response: one message
+        role, text = message["role"], message["content"]
+        if role == "tool":
+            role, text = "user", as_result(text)
+        # the results of one response are one message, with what the user says after them if roles
+        # have to alternate
+        if before and before["role"] == "tool" and role == "user" and (
+            message["role"] == "tool" or alternates(tokenizer)
+        ):  # fmt: skip
             text = f"{adapted.pop()['content']}\n{text}"
-        adapted.append({"role": "user", "content": text})
+        adapted.append(message | {"role": role, "content": text})
     return adapted, ()
 
 
@@ -172,6 +177,8 @@ def without_calls(messages: list[Message], num_new: int) -> list[Message]:
     for message, after in itertools.pairwise(messages[: end + 1]):
         is_call = message["role"] == "assistant" and after["role"] == "tool"
         if message["role"] != "tool" and not is_call:
+            if kept and kept[-1]["role"] == message["role"] == "user":  # between them was a call
+                kept.pop()
             kept.append(message)
     return kept + messages[end:]
 

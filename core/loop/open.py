@@ -1,6 +1,7 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
 import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -59,7 +60,24 @@ from environments.base import RunInfo
 from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings, short_names
 
 
+def one_at_a_time(opened: Callable[[Config], Iterator[Run]]) -> Callable[[Config], Iterator[Run]]:
+    """`opened`, while no other run of this process is open: runs set what a process has once."""
+    lock = threading.Lock()
+
+    def alone(cfg: Config) -> Iterator[Run]:
+        if not lock.acquire(blocking=False):
+            raise UsageError("another run of this process goes on, and both would set its random "
+                             "states and its data: start each in a process of its own")  # fmt: skip
+        try:
+            yield from opened(cfg)
+        finally:
+            lock.release()
+
+    return alone
+
+
 @contextmanager
+@one_at_a_time
 def open_run(cfg: Config) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
 
@@ -213,7 +231,7 @@ def _opened(
         lines.append(notes.get("changed_code", ""))
         if not new and 0 < cfg.num_updates <= progress["update"]:
             lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
-        lines += [policy.remark, sampler.remark]
+        lines += [*policy.remarks, sampler.remark]
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *algorithm.remarks]
         lines.append(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")

@@ -27,6 +27,7 @@ Reward of a response:
 [1, 0, None]
 """
 
+import inspect
 import random
 from typing import Any
 
@@ -59,7 +60,8 @@ def extract_action(game: Game, response: str) -> Any:
 class Gymnasium(Env):
     """One Gymnasium environment.
 
-    `id`: its registered name; module:name or FILE.py:name if importing that registers it.
+    `id`: its registered name; module:name or FILE.py:name if importing that registers it, or if it
+    is its class.
     `max_steps`: step limit; 0: the environment's own.
     `repeat`: number of steps for which each action is repeated.
     `scale`: factor on all rewards.
@@ -81,7 +83,11 @@ class Gymnasium(Env):
         self.rng = random.Random(seed)
         self.retries = Retries(final=-self.game.forfeit * self.scale)
         self.unscaled_return, self.steps = 0.0, 0
-        observation, _ = self.env.reset(seed=seed % 2**31)
+        opening = self.env.reset(seed=seed % 2**31)
+        if not isinstance(opening, tuple):  # one of two numbers would look like observation, info
+            raise TypeError(f"reset() returned {type(opening).__name__}, not observation and info, "
+                            "as Gymnasium has it, and gym since 0.26")  # fmt: skip
+        observation, _ = opening
         self.env.action_space.seed(seed % 2**31)  # of the random guesses
         return [user(self._describe(observation, with_rules=True))]
 
@@ -158,6 +164,8 @@ def load_words(words: str, env: Any) -> Game | None:
 def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:
     gymnasium = import_library("gymnasium")
     source, _, id = id.rpartition(":")
-    if source:
-        import_source(source)  # registers the environment
-    return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)
+    module = import_source(source) if source else None  # which registers the environment
+    made: Any = id
+    if inspect.isclass(kind := getattr(module, id, None)):  # or has its class
+        made = gymnasium.envs.registration.EnvSpec(id=id, entry_point=kind)
+    return gymnasium.make(made, max_episode_steps=max_steps, disable_env_checker=True, **options)

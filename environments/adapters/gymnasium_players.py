@@ -26,6 +26,7 @@ from environments.adapters.spaces import (
     MAX_SPELLED,
     check_observations,
     describe,
+    is_text,
     read_json_action,
 )
 
@@ -114,6 +115,8 @@ def find_game(env: Any) -> Game:
 def json_actions(space: Any) -> dict[str, Any]:
     """Returns `read` and `hint` of a Game whose actions are JSON values of `space`."""
     hint = f'End with JSON: {{"action": {describe(space)}}}'
+    if is_text(space):
+        hint = f"Answer with {describe(space)}."
     return {"read": partial(read_json_action, space), "hint": hint}
 
 

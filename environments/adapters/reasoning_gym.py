@@ -26,7 +26,7 @@ import random
 import re
 from typing import Any
 
-from environments.adapters import preserve_global_generators
+from environments.adapters import preserve_global_generators, tell_once
 from environments.base import Env, Message, Step, UsageError
 from environments.parsing import read_action, user
 from environments.plumbing.installed import import_library
@@ -82,8 +82,8 @@ class ReasoningGym(Env):
             with preserve_global_generators():
                 try:
                     score = float(self.dataset.score_answer(answer, self.entry))
-                except Exception:  # each scorer raises something else for an unreadable answer
-                    score = 0.0
+                except Exception as error:  # each scorer's own for an unreadable answer
+                    tell_once(f"reasoning_gym:dataset={self.name}", error, "the answer gets 0")
         return Step(None, score, True, {"correct": score >= 0.99, "invalid": answer is None})
 
     def demonstrate(self, hasty: bool = False) -> str | None:

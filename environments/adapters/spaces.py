@@ -5,6 +5,7 @@ The actions of Box(-1, 1, (2,)) are described as `[-1 to 1, -1 to 1]`, and `Slow
 """
 
 import json
+import string
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +15,7 @@ from environments.base import UsageError
 from environments.parsing import integer, read_action
 from environments.plumbing.installed import import_library
 
+PRINTABLE = {*string.ascii_letters, *string.digits, *string.punctuation, " "}
 MAX_NUMBERS = 1000  # in an observation; more is an image
 MAX_SPELLED = 16  # numbers that `describe` lists one by one
 
@@ -29,27 +31,50 @@ def describe(space: Any) -> str:
         return _describe_array(np.zeros(space.shape, int), np.ones(space.shape, int))
     if isinstance(space, spaces.Box):
         return _describe_array(space.low, space.high)
-    raise UsageError(f"no text can be an action of the space {space}, but for words=module:GAME")
+    if isinstance(space, spaces.Text):
+        least = f"{space.min_length} to " if space.min_length else "at most "
+        restricted = not space.character_set >= PRINTABLE
+        return (f"a text of {least}{space.max_length} characters"
+                f"{f' of {space.characters[:MAX_SPELLED * 8]}' if restricted else ''}")  # fmt: skip
+    if isinstance(space, spaces.Dict):
+        return f"{{{', '.join(f'{json.dumps(k)}: {describe(s)}' for k, s in space.items())}}}"
+    raise UsageError(f"actions of the space {space} are not read from text: words=module:GAME can")
 
 
 def read_json_action(space: Any, response: str) -> Any:
-    """Returns the last action of `space` in {"action": ..} or <action>..</action>, else None."""
+    """Returns the last action of `space` in {"action": ..} or <action>..</action>, else None; where
+    actions are texts, else the whole response, if it is one."""
 
     def convert(value: Any) -> Any:
-        if isinstance(value, str):  # between tags
-            with suppress(ValueError, RecursionError):
-                value = json.loads(value)
         action = to_action(space, value)
+        if action is None and isinstance(value, str):  # between tags
+            with suppress(ValueError, RecursionError):
+                action = to_action(space, json.loads(value))
         return None if action is None else (action,)  # an array has no truth value
 
     found = read_action(response, "action", convert)
-    return None if found is None else found[0]
+    if found is None:
+        return to_action(space, response.strip()) if is_text(space) else None
+    return found[0]
+
+
+def is_text(space: Any) -> bool:
+    """Whether the actions of a space are texts."""
+    return isinstance(space, import_library("gymnasium").spaces.Text)
 
 
 def to_action(space: Any, value: Any) -> Any:
     """Returns a JSON value as an element of `space`; None if it is not one."""
-    if isinstance(space, import_library("gymnasium").spaces.Discrete):
+    spaces = import_library("gymnasium").spaces
+    if isinstance(space, spaces.Discrete):
         return integer(int(space.start), int(space.start + space.n - 1))(value)
+    if isinstance(space, spaces.Text):
+        return value if space.contains(value) else None
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, dict) or value.keys() != space.keys():
+            return None
+        named = {key: to_action(part, value[key]) for key, part in space.items()}
+        return None if any(part is None for part in named.values()) else named
     return _to_array(space, value)
 
 
@@ -80,6 +105,9 @@ def check_observations(space: Any, name: str) -> None:
 
 
 def _plain(value: Any) -> Any:
+    """Arrays and numbers of NumPy, also within dicts, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 

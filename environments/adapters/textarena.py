@@ -8,7 +8,8 @@ response, which the game reads by its own rules.
 
 Reward: 0 until the end, then the game's reward. In most games for two: 1 won, 0 drawn, -1 lost,
 and the second invalid move in a row loses. If a response makes the game itself raise an exception,
-the episode ends with -1 for that player and 0 for the others. `info["correct"]`: the reward is at
+the episode ends with -1 for that player and 0 for the others, as after an invalid move, and a line
+says once what was raised: it may be the game's own fault. `info["correct"]`: the reward is at
 least 1.
 
 TextArena uses the global random generators. Each instance keeps generator states of its own and
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from environments.adapters import preserve_global_generators
+from environments.adapters import preserve_global_generators, tell_once
 from environments.base import Message, MultiAgentEnv, Step, UsageError, check_range
 from environments.parsing import read_action, user
 from environments.plumbing.installed import import_library
@@ -77,8 +78,10 @@ class TextArena(MultiAgentEnv):
                 done, _ = self.env.step(action)
                 rewards, infos = self.env.close() if done else ({}, {})
                 rewards = {player: float(reward) for player, reward in rewards.items()}
-        except Exception:  # each game raises something else for an action that it cannot handle
-            done, rewards, infos = True, {int(self.agent.removeprefix("player_")): -1.0}, {}
+        except Exception as error:  # each game's own for an action that it cannot handle
+            tell_once(f"textarena:id={self.id}", error, "the player gets -1")
+            player = int(self.agent.removeprefix("player_"))
+            done, rewards, infos = True, {player: -1.0}, {player: {"invalid_move": True}}
         if done:
             return {
                 _name(player): _final_step(rewards.get(player, 0.0), infos.get(player, {}))

@@ -39,6 +39,7 @@ from environments.base import (
     MultiAgentEnv,
     SingleAgentEnv,
     Step,
+    checked_openings,
     checked_step,
     has_step_batch,
 )
@@ -350,10 +351,13 @@ def _play(
 
 def _reset(env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
     """Returns the openings of the agents that act first. Raises Problem if one is invalid."""
-    by_agent = env.reset(seed)
+    try:
+        by_agent = checked_openings(env.reset(seed))
+    except TypeError as error:
+        raise Problem(str(error)) from error
     for agent, messages in by_agent.items():
-        if not isinstance(messages, list) or not messages:
-            raise Problem(f"reset({seed}) returned no list of messages for {agent}")
+        if not messages:
+            raise Problem(f"reset({seed}) returned no messages for {agent}")
         _check_messages(messages)
     if not by_agent:
         raise Problem(f"reset({seed}) asks nobody to act")

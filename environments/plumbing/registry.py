@@ -124,7 +124,11 @@ def name_object(env: Any) -> str:
     if isinstance(env, Env | MultiAgentEnv):
 
         def build() -> Env | MultiAgentEnv:
-            return copy.deepcopy(env)
+            try:
+                return copy.deepcopy(env)
+            except Exception as error:  # of a lock, a connection or a generator in it
+                raise UsageError(f"{error}: an object is copied for every episode; give a "
+                                 "function that returns a new one") from error  # fmt: skip
 
         build.heavy = env.heavy  # type: ignore[attr-defined]
     elif not callable(env):
@@ -278,7 +282,9 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
     try:
         env = spec.constructor(**values)
         if not isinstance(env, Env | MultiAgentEnv):
-            raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv")
+            is_gymnasium = any(kind.__module__ == "gymnasium.core" for kind in type(env).__mro__)
+            hint = f"; write --env gymnasium:id={spec.name}" if is_gymnasium else ""
+            raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv{hint}")
         if opponent and (not isinstance(env, MultiAgentEnv) or len({*env.agents}) < 2):
             raise UsageError("an opponent needs an environment that names its `agents`, such as "
                              'agents = ("first", "second")')  # fmt: skip

@@ -17,6 +17,7 @@ This is the format of Hermes and Qwen. core/extras/tools.py finds that of other 
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ MAX_CALLS = 8  # of one response; the others are refused
 MAX_RESULT = 10_000  # characters; the rest is cut off
 # as draft 4 has it: the integer 3.0 is a float, as it is for the function
 VALIDATOR = extend(Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER)
+ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
 UNREADABLE = "the call cannot be read; it needs a name and arguments"
 
 
@@ -169,7 +171,7 @@ def make_call(name: Any, arguments: Any) -> Call:
 def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
 
-    EnvFailure passes through: it fails the episode.
+    EnvFailure passes through: it fails the episode, as does TypeError for a result without a text.
     """
     by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
     if call.error:
@@ -191,13 +193,18 @@ def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
         result = tool(**arguments)
         if inspect.isawaitable(result):
             result = event_loop.run(result)
-        if not isinstance(result, str):
-            result = json.dumps(result, default=str, ensure_ascii=False)
-        text: str = result
     except EnvFailure:
         raise
     except (Exception, SystemExit) as error:
+        result = f"error: {type(error).__name__}: {error}"
+    try:
+        text = result if isinstance(result, str) else json.dumps(
+            result, default=_as_json, ensure_ascii=False)  # fmt: skip
+    except (ValueError, RecursionError) as error:  # too many digits or levels: of the arguments
         text = f"error: {type(error).__name__}: {error}"
+    except TypeError as error:
+        raise TypeError(f"the tool {call.name} returned {type(result).__name__}: {error}; "
+                        "return a text, or what JSON has") from error  # fmt: skip
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}.. (cut)"
 
 
@@ -272,6 +279,28 @@ def hostile_calls(env: Env | MultiAgentEnv) -> list[str]:
         texts += [call_text(name), call_text(name, other=1), call_text(name) * 99]
         texts += [call_text(name)[:-20], OPENING * 9_000, f"{OPENING}{'[' * 90_000}", OPENING]
     return texts
+
+
+def _as_json(value: Any) -> Any:
+    """A result that JSON does not have as numbers, a list or a text; raises TypeError without one.
+
+    >>> import datetime, numpy
+    >>> [*map(_as_json, (numpy.float32(2.5), numpy.eye(2), {3, 1}, b"tea", datetime.date.min))]
+    [2.5, [[1.0, 0.0], [0.0, 1.0]], [1, 3], 'tea', '0001-01-01']
+    """
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)  # in an order that is the same in each process
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+    # Python's own way to show what it cannot write down; a type with __str__ may write tags
+    text = str(value)
+    is_shown = type(value).__str__ is object.__str__ and text.startswith("<")
+    if isinstance(value, bytes) or is_shown or ADDRESS.search(text):
+        raise TypeError(f"{type(value).__name__} has no text")
+    return text
 
 
 def _as_type(value: Any, schema: dict[str, Any]) -> Any:

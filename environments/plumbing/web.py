@@ -147,7 +147,7 @@ class Episode:
     def _receive(self, agent: str, message: Message) -> None:
         self.chats.setdefault(agent, []).append(message)
         speaker = "environment" if message["role"] == "user" else message["role"]
-        self.log.append({"agent": agent, "speaker": speaker, "text": message["content"]})
+        self.log.append({"agent": agent, "speaker": speaker, "text": message["content"] or ""})
 
     def _response_of(self, player: str, agent: str) -> str | None:
         """The response of a player; None if there is none."""

@@ -118,8 +118,10 @@ def whole_distribution(patch: Patch) -> None:
     """The trainer's log-probs are of the whole distribution, the sampler's of its top-p part."""
     build = sampler.to_completion
 
-    def without_kept(own: policy.Policy, ids: list[int], logprobs: list[float], _: Any) -> Any:
-        return build(own, ids, logprobs)
+    def without_kept(
+        own: policy.Policy, ids: list[int], logprobs: list[float], _: Any, *stop: Any
+    ) -> Any:
+        return build(own, ids, logprobs, None, *stop)
 
     patch(sampler, "to_completion", without_kept)
 
