@@ -512,6 +512,30 @@ def test_a_program_may_ask_from_wherever_it_likes(policy, write, monkeypatch, ho
         assert len(rollout.turns) >= (1 if "not awaited" in how else 2)
 
 
+def test_an_error_that_leaves_a_task_costs_its_episode_alone(policy, write, monkeypatch):
+    monkeypatch.setattr(agent, "GRACE", 0.1)
+    spec = write("""
+import asyncio, openai
+async def turns(client, task):
+    await client.responses.create(model="m", input="?")
+    await asyncio.sleep(3600)
+async def breaks(client, task):
+    await client.responses.create(model="m", input="!")
+    if task["n"] % 2:
+        raise KeyError("of an answer")
+async def run(task, base_url, api_key):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    begun = asyncio.create_task(turns(client, task))
+    await asyncio.gather(begun, breaks(client, task)) if task["n"] % 2 else begun.cancel()
+    await breaks(client, task)
+    return 1.0
+""")
+    rollouts = collect(policy, spec, 8)
+    broken = [r for r in rollouts if r.error]
+    assert 0 < len(broken) < 8 and all(r.episode_return == 1 for r in rollouts if not r.error)
+    assert all(r.env_failure and "goes on after the agent's end" in r.error for r in broken)
+
+
 @pytest.mark.parametrize("ends", ["return 1.0", "start(lambda: OpenAI(base_url=base_url, "
                                   "api_key=api_key)); ask(WORKER[0], task)"])  # fmt: skip
 def test_a_program_that_has_not_asked_itself_ends_the_run(policy, write, ends):

@@ -277,15 +277,18 @@ class AgentProgram(Env):
     def _outcome(self, play: Play) -> Step:
         """The last step. Raises what went wrong, unless the policy caused it."""
         until = time.monotonic() + GRACE
-        while play.session.has_company and play.session.has_workers():
+        while goes_on := play.session.has_company and play.session.has_workers():
             if time.monotonic() > until:
-                raise EndRun("a thread or task that an agent started asked, and goes on after the "
-                             f"agent's end, as if it worked for all: {SHARED}")  # fmt: skip
+                break
             time.sleep(0.01)
         play.session.close()
         if self.play is play:
             self.play = None
         error = play.error
+        if goes_on:  # an error may leave what the program would have waited for
+            kind = EndRun if error is None else EnvFailure
+            raise kind("a thread or task that an agent started was answered, and goes on after the "
+                       f"agent's end, as if it worked for all: {SHARED}")  # fmt: skip
         if self.function and not play.session.has_asked and (not error or _status_failed(error)):
             raise EndRun("an agent ended and had not asked with its own API key: it sent no request"
                          f" to its base_url, or with another key; {SHARED}")  # fmt: skip
