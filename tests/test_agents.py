@@ -260,6 +260,9 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "after(httpx.ConnectTimeout('no judge'))": "EnvFailure: ConnectTimeout: no judge (program.py,",
     "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 21); "
     "if the policy's answers cause it: zero_on=TimeoutError",
+    "during('KeyError(1)')": 0.0,
+    "during('KeyError(1) from None')": 0.0,  # handled: no excuse
+    "during('KeyError(1) from error')": "EnvFailure: ConnectionError: handled (program.py,",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "httpx.Response(429, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
@@ -291,13 +294,18 @@ def after(error):
     try:
         raise error
     except Exception:
-        raise RuntimeError("the tool failed")
+        raise RuntimeError("the tool failed") from error
 def run(task, client):
     client = client.with_options(max_retries=0)
     ask(client)
     if task["fails"]:
         {statement}
     return 1.0
+def during(raised):
+    try:
+        raise ConnectionError("handled")
+    except ConnectionError as error:
+        exec(f"raise {{raised}}")
 ''', rows, zero_on="program.Odd httpx.ConnectError", timeout=timeout)  # fmt: skip
     threads = threading.active_count()
     rollouts = collect(policy, spec, 4, max_turns=4)
@@ -384,30 +392,168 @@ def run(task, client):
     assert "KeyError: 'cuont' (program.py, line 4)" in line
 
 
-MIXED_UP = {
-    "made once by the module": "DEFAULT = DEFAULT or OpenAI(base_url=base_url, api_key=api_key)",
-    "after a request of its own": "client = OpenAI(base_url=base_url, api_key=api_key); "
-    "client.responses.create(model='m', input='?'); gate.wait(); DEFAULT = DEFAULT or client",
-    "it does not ask": "return 1.0",
-}
+SHARING = """
+import asyncio, os, queue, subprocess, sys, threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from multiprocessing.pool import ThreadPool
+import anyio.to_thread, httpx
+from openai import AsyncOpenAI, OpenAI
+DEFAULT, POOL, QUEUE = None, ThreadPoolExecutor(2), queue.Queue()
+GATE, LOCK, WORKER, HTTP = threading.Barrier(4), threading.Lock(), [], httpx.Client()
+MANY, FULL = [], asyncio.Event()
+SCRIPT = "import os, openai; openai.OpenAI().responses.create(model='m', input=os.environ['SAY'])"
+def ask(client, task):
+    client.responses.create(model="m", input=f"I am {task['n']}")
+def work():
+    while job := QUEUE.get():
+        future, function, *args = job
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+def through(*args):
+    QUEUE.put((future := Future(), *args))
+    future.result()
+def start(begin):
+    with LOCK:
+        WORKER or WORKER.append(begin())
+def begin(task, base_url, api_key, **options):
+    global DEFAULT
+    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0, **options)
+    ask(client, task)
+    DEFAULT = DEFAULT or client
+    return client
+def run(task, base_url, api_key):
+    client = begin(task, base_url, api_key)
+    GATE.wait()
+    BODY
+    return 1.0
+"""
+ASYNC = """
+async def run(task, base_url, api_key):
+    client = await asyncio.to_thread(begin, task, base_url, api_key)
+    loop = asyncio.get_running_loop()
+    MANY.append(1)
+    if len(MANY) == 4:
+        FULL.set()
+    await FULL.wait()
+    BODY
+    return 1.0
+"""
+MIXED_UP = {  # what a program does after it has asked with its own client
+    "a client of the module": "ask(DEFAULT, task)",
+    "the connections of the module": "ask(OpenAI(base_url=base_url, api_key=DEFAULT.api_key, "
+    "http_client=HTTP), task); ask(DEFAULT, task)",
+    "os.environ, a process": "os.environ['OPENAI_API_KEY'] = api_key; subprocess.run([sys."
+    "executable, '-c', SCRIPT], env={**os.environ, 'OPENAI_BASE_URL': base_url, 'SAY': '?'})",
+    "a thread": "ThreadPool(1).apply(ask, (DEFAULT, task))",
+    "a pool of the module": "POOL.submit(ask, DEFAULT, task).result()",
+    "threads of the module": "start(lambda: ThreadPool(1)); WORKER[0].apply(ask, (DEFAULT, task))",
+    "a worker of the module": "start(lambda: threading.Thread(target=work, daemon=True).start() "
+    "or 1); through(ask, DEFAULT, task)",
+    "a job of the module": "start(lambda: POOL.submit(work)); through(ask, DEFAULT, task)",
+    "await an executor": "await loop.run_in_executor(None, ask, DEFAULT, task)",
+    "await a task": """
+    async def serve(asked):
+        while True:
+            client, future = await asked.get()
+            future.set_result(await client.responses.create(model="m", input="?"))
+    asyncs = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    if not WORKER:
+        WORKER[:] = [asyncio.Queue(), asyncs]
+        WORKER.append(asyncio.create_task(serve(WORKER[0])))
+    future = loop.create_future()
+    WORKER[0].put_nowait((WORKER[1], future))
+    await future""",
+}  # fmt: skip
+OWN = {  # the same, with the client of the program
+    "the connections of the module": "ask(OpenAI(base_url=base_url, api_key=api_key, "
+    "http_client=HTTP), task)",
+    "a process": "subprocess.run([sys.executable, '-c', SCRIPT], check=True, env=os.environ | "
+    "{'OPENAI_API_KEY': api_key, 'OPENAI_BASE_URL': base_url, 'SAY': f'I am {task[\"n\"]}'})",
+    "threads": "ThreadPool(2).map(partial(ask, client), [task]); t = threading.Thread(target=ask, "
+    "args=(client, task)); t.start(); t.join(); [*ThreadPoolExecutor(2).map(ask, [client] * 2, "
+    "[task] * 2)]",
+    "a pool of the module": "POOL.submit(ask, client, task).result()",
+    "a worker of the module": "start(lambda: threading.Thread(target=work, daemon=True).start() "
+    "or 1); through(copy_context().run, ask, client, task)",
+    "await executors": "await loop.run_in_executor(None, ask, client, task); await "
+    "asyncio.to_thread(ask, client, task); await anyio.to_thread.run_sync(ask, client, task)",
+    "await a task that is not awaited": "asyncio.create_task(AsyncOpenAI(base_url=base_url, "
+    "api_key=api_key).responses.create(model='m', input='late')); await asyncio.sleep(0)",
+}  # fmt: skip
+
+
+def sharing(ways, how):
+    """A program whose copies share what they should not, or may."""
+    head, _, body = SHARING.partition("def run(")
+    return head + (ASYNC if "await" in how else "def run(" + body).replace("BODY", ways[how])
 
 
 @pytest.mark.parametrize("how", MIXED_UP)
-def test_a_client_of_another_episode_ends_the_run(policy, write, monkeypatch, how):
-    monkeypatch.setattr(agent.AgentProgram, "patience", 0.5)
-    spec = write(f"""
-import threading
-from openai import OpenAI
-DEFAULT, gate = None, threading.Barrier(4)
-def run(task, base_url, api_key):
-    global DEFAULT
-    {MIXED_UP[how]}
-    for _ in range(2):
-        DEFAULT.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
+def test_a_request_that_may_be_of_another_episode_ends_the_run(policy, write, monkeypatch, how):
+    monkeypatch.setattr(agent.AgentProgram, "patience", 0.05)
+    monkeypatch.setattr(agent, "GRACE", 0.5)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with pytest.raises(EndRun, match=r"share one process.* Three ways out"):
+        collect(policy, write(sharing(MIXED_UP, how)), 4)
+    for module in [module for name, module in sys.modules.items() if "program" in name]:
+        if "QUEUE" in vars(module):  # ends `work`: at its exit Python waits for jobs of executors
+            module.QUEUE.put(None)
+
+
+@pytest.mark.parametrize("how", OWN)
+def test_a_program_may_ask_from_wherever_it_likes(policy, write, monkeypatch, how):
+    monkeypatch.setattr(agent.AgentProgram, "patience", 0.05)
+    rollouts = collect(policy, write(sharing(OWN, how)), 4)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
+    for rollout in rollouts:
+        n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
+        said = {m["content"] for m in rollout.messages if m["role"] == "user"}
+        assert said - {"late"} == {f"I am {n}"}
+        assert len(rollout.turns) >= (1 if "not awaited" in how else 2)
+
+
+def test_an_error_that_leaves_a_task_costs_its_episode_alone(policy, write, monkeypatch):
+    monkeypatch.setattr(agent, "GRACE", 0.1)
+    spec = write("""
+import asyncio, openai
+async def turns(client, task):
+    await client.responses.create(model="m", input="?")
+    await asyncio.sleep(3600)
+async def breaks(client, task):
+    await client.responses.create(model="m", input="!")
+    if task["n"] % 2:
+        raise KeyError("of an answer")
+async def run(task, base_url, api_key):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    begun = asyncio.create_task(turns(client, task))
+    await asyncio.gather(begun, breaks(client, task)) if task["n"] % 2 else begun.cancel()
+    await breaks(client, task)
     return 1.0
 """)
+    rollouts = collect(policy, spec, 8)
+    broken = [r for r in rollouts if r.error]
+    assert 0 < len(broken) < 8 and all(r.episode_return == 1 for r in rollouts if not r.error)
+    assert all(r.env_failure and "goes on after the agent's end" in r.error for r in broken)
+
+
+@pytest.mark.parametrize("ends", ["return 1.0", "start(lambda: OpenAI(base_url=base_url, "
+                                  "api_key=api_key)); ask(WORKER[0], task)"])  # fmt: skip
+def test_a_program_that_has_not_asked_itself_ends_the_run(policy, write, ends):
+    program = SHARING.partition("def run(")[0]
+    program += f"def run(task, base_url, api_key):\n    {ends}\n    return 1.0"
     with pytest.raises(EndRun, match="share one process"):
-        collect(policy, spec, 4)
+        collect(policy, write(program), 4)
+
+
+def test_one_program_after_the_other_may_share_what_it_likes(policy, write):
+    program = sharing({"": "POOL.submit(work); through(ask, client, task)"}, "")
+    program = program.replace("GATE.wait()", "os.environ['OPENAI_API_KEY'] = api_key")
+    rollouts = collect(policy, write(program), 3, env_instances=1)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 3
 
 
 def test_async_programs_share_a_loop_with_what_their_module_has_made(policy, write):

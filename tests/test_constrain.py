@@ -1,6 +1,7 @@
 """Answers that follow a JSON schema: sampled from, and trained on, what its grammar allows."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -146,6 +147,14 @@ def test_a_schema_that_cannot_be_followed_is_in_the_prompt_which_is_said_once(
     assert not any(rollout.error or rollout.info["parsed"] for rollout in rollouts)
     assert all("maxLength" in policy.tokenizer.decode(r.turns[0].prompt_ids) for r in rollouts)
     assert why in said.pop() and not said
+
+
+def test_a_broken_llguidance_leaves_the_schema_in_the_prompt(policy, write, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)  # to import it raises
+    said = []
+    rollouts = collect(policy, write(PROGRAM), 4, say=said.append, sampler=TorchSampler(policy))
+    assert not any(rollout.error or rollout.info["parsed"] for rollout in rollouts)
+    assert len(said) == 1 and "in its prompt only: llguidance cannot be imported: " in said[0]
 
 
 NAMED = {"$defs": {"N": {"type": "integer"}}, "type": "object", "required": ["a"],

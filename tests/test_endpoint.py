@@ -3,12 +3,17 @@
 import asyncio
 import http.client
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -153,6 +158,8 @@ def test_rubbish_is_refused_by_the_responses_api_too(session):
         ({"previous_response_id": "resp_x"}, "there is no response"),
         ({"input": [{"type": "web_search_call"}]}, "an item of the type 'web_search_call'"),
         ({"tools": [{"type": "web_search"}]}, "'web_search': the policy can call functions only"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference is not supported"),
+        ({"input": [{"id": "msg_1"}]}, "send the item itself"),
         ({"background": True}, "background is not supported: wait for the answer"),
     ):
         with pytest.raises(openai.BadRequestError, match=reason):
@@ -231,33 +238,196 @@ def test_who_hangs_up_is_not_waited_for(endpoint):
     assert session.refusals == ["the client hung up"]  # too many end the episode
 
 
-def test_programs_may_share_a_connection_once_its_own_has_asked():
-    """What opens a connection asks first with its own key: then others may ask there, too."""
+def status_of(session, path="/v1/models", key="Authorization", connection=None, **headers):
+    """Of a request with the key of a session, by the code that calls this."""
+    connection = connection or http.client.HTTPConnection(*module.shared().server.address)
+    headers |= {key: f"Bearer {session.key}" if key == "Authorization" else session.key}
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    response.read()
+    return response.status
+
+
+@pytest.fixture
+def programs():
+    """Two sessions that run at the same time, and what calls a function as code of one."""
+    sessions = [module.shared().open() for _ in range(2)]
+
+    def run(session, function, *args, **options):
+        context = copy_context()
+        context.run(module.PROGRAM.set, session)
+        return context.run(function, *args, **options)
+
+    yield (*sessions, run)
+    for session in sessions:
+        session.close()
+
+
+def in_a_thread(function, *args):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function(*args)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_each_request_is_checked_whoever_opened_the_connection(programs):
     with suppress(OSError):  # macOS has no other address: an endpoint that counts nothing twice
         module.shared("127.0.0.2")
-    endpoint = module.shared()
-    first, second = endpoint.open(), endpoint.open()
+    first, second, run = programs
+    shared = http.client.HTTPConnection(*module.shared().server.address)
+    assert [run(s, status_of, s, connection=shared) for s in (first, second, first)] == [200] * 3
+    assert not first.mixed_up and not second.mixed_up
+    assert run(first, status_of, second, connection=shared) == 403
+    assert first.mixed_up == second.mixed_up == "an agent asked with the API key of another episode"
+    assert not module.shared().connections
 
-    def connect():
-        connection = http.client.HTTPConnection(*endpoint.server.address)
-        connection.connect()
-        return connection
 
-    def status(connection, session):
-        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {session.key}"})
-        response = connection.getresponse()
-        response.read()
-        return response.status
+def test_a_key_of_an_episode_that_has_ended_is_refused_and_shows_a_mix_up(programs):
+    first, second, run = programs
+    second.close()
+    assert run(second, status_of, second) == 401 and not second.mixed_up  # a late retry
+    assert run(first, status_of, second) == 403 and first.mixed_up
 
-    context = copy_context()
-    context.run(module.PROGRAM.set, first)
-    own, other = context.run(connect), context.run(connect)
-    assert [status(own, asking) for asking in (first, second, first)] == [200, 200, 200]
-    assert not first.used_other_key
-    assert [status(other, second), status(other, second)] == [403, 403]
-    assert first.used_other_key and not second.used_other_key
-    for closing in (own, other, first, second):
-        closing.close()
+
+def test_a_thread_or_job_is_that_of_the_program_that_started_it(programs):
+    first, second, run = programs
+    with ThreadPoolExecutor(1) as pool:  # one thread for both
+        for job in (lambda f, *args: pool.submit(f, *args).result(), in_a_thread):
+            assert run(first, job, status_of, first) == run(second, job, status_of, second) == 200
+        assert run(first, in_a_thread, lambda: in_a_thread(status_of, first)) == 200
+        assert not first.mixed_up and not first.has_workers() and not second.has_workers()
+        assert run(second, lambda: pool.submit(status_of, first).result()) == 403
+        assert first.mixed_up and second.mixed_up
+        assert pool.submit(module.program).result() is None
+    first.mixed_up = ""
+    assert run(second, in_a_thread, status_of, first) == 403 and first.mixed_up
+
+
+def test_a_thread_of_a_program_that_has_ended_is_nobodys(programs):
+    first, second, run = programs
+    begin, found = threading.Event(), []
+    thread = threading.Thread(target=lambda: begin.wait() and found.append(status_of(second)))
+    run(first, thread.start)
+    first.close()
+    begin.set()
+    thread.join()
+    assert found == [403] and second.mixed_up.startswith("a thread asked of which it is not known")
+
+
+def test_a_thread_that_asks_and_goes_on_is_a_worker(programs):
+    first, _, run = programs
+    ends, asked = threading.Event(), threading.Event()
+    work = [lambda: status_of(first), asked.set, ends.wait]
+    with ThreadPoolExecutor(1) as pool:
+        for start in (pool.submit, lambda f: threading.Thread(target=f).start()):
+            run(first, start, lambda: [step() for step in work])
+            asked.wait()
+            goes_on = first.has_workers()
+            ends.set()
+            assert goes_on
+            while first.has_workers():
+                pass
+            ends.clear()
+            asked.clear()
+
+
+def test_code_of_nobody_may_not_ask_while_several_programs_run(programs):
+    first, second, _ = programs
+    assert status_of(first) == 403 and not second.mixed_up
+    assert first.mixed_up == "a thread asked of which it is not known for which episode it works"
+    first.close()
+    second.close()
+    alone = module.shared().open()
+    assert status_of(alone) == 200 and not alone.mixed_up
+    alone.close()
+
+
+ELSEWHERE = """
+import sys, urllib.request, urllib.error
+headers = {"Authorization": "Bearer " + sys.stdin.read()}
+request = urllib.request.Request(sys.argv[1], headers=headers)
+try:
+    urllib.request.urlopen(request)
+except urllib.error.HTTPError as error:
+    sys.exit(error.code - 400)
+"""
+LEAKS = {  # how a key reaches another process: whether it is that of its program alone
+    "standard input": True, "its environment": True, "that of another": False,
+    "os.environ": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", LEAKS)
+def test_a_process_is_believed_while_others_have_not_seen_its_key(programs, monkeypatch, how):
+    first, second, run = programs
+    asks = first if how == "that of another" else second
+    variables = {**os.environ, "KEY": second.key} if "environment" in how or asks is first else None
+    if how == "os.environ":
+        run(second, monkeypatch.setenv, "OPENAI_API_KEY", second.key)
+    command = [sys.executable, "-S", "-c", ELSEWHERE, f"{second.endpoint.url}/models"]
+    ended = run(asks, subprocess.run, command, input=second.key, env=variables, text=True)
+    assert ended.returncode == (0 if LEAKS[how] else 3)
+    assert bool(second.mixed_up) == (not LEAKS[how]) and not first.mixed_up
+
+
+def test_a_key_that_is_none_of_ours_is_nobodys(programs):
+    """Probes and defaults of other servers: nothing of it says that two programs mix up theirs."""
+    first, _, run = programs
+    for session in (SimpleNamespace(key=key) for key in ("", "EMPTY", "sk-1234", "é")):
+        for name in ("Authorization", "api-key", "x-api-key"):
+            assert run(first, status_of, session, key=name) == 401 == status_of(session, key=name)
+    assert not first.mixed_up and not first.has_asked
+    assert run(first, status_of, first, key="api-key") == 200
+
+
+def test_the_client_of_azure_asks_as_it_does(session):
+    client = openai.AzureOpenAI(
+        base_url=session.endpoint.url, api_key=session.key, api_version="2024-10-21"
+    )
+    assert client.chat.completions.create(model="m/1", messages=CHAT).choices[0].message.content
+    assert client.responses.create(model="m", input="Hi").output_text == "Hello"
+    slash = f"{session.endpoint.url}/chat/completions/?api-version=1"
+    answer = httpx.post(slash, json={"messages": CHAT}, headers={"api-key": session.key})
+    assert answer.status_code == 200 and len(session.asked) == 3
+
+
+def test_no_proxy_reaches_the_endpoint(monkeypatch):
+    monkeypatch.setattr(module, "watch_programs", lambda: None)
+    monkeypatch.setattr(module, "_watched", {})
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for proxy, before, after in (
+        ("", "", ""), ("http://127.0.0.1:9", "", "127.0.0.1"), ("http://127.0.0.1:9", "*", "*"),
+        ("http://127.0.0.1:9", "a.b, c.d", "a.b, c.d,127.0.0.1"),
+        ("http://127.0.0.1:9", "a.b,127.0.0.1", "a.b,127.0.0.1"),
+    ):  # fmt: skip
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.setenv("NO_PROXY", before)
+        monkeypatch.delenv("no_proxy", raising=False)
+        endpoint = module.shared.__wrapped__()
+        assert (os.environ["NO_PROXY"], os.environ.get("no_proxy", "")) == (after, after)
+        assert httpx.get(f"{endpoint.url}/models").status_code == 401  # and not ConnectError
+        endpoint.close()
+
+
+def test_ids_are_texts_and_arguments_may_be_objects(session):
+    """Numbers can be chosen so that they collide in a dict, which takes quadratic time."""
+    collide = [str(i * (2**61 - 1)) for i in range(3)]
+    calls = [{"id": int(i), "function": {"name": "look", "arguments": {"é": [1]}}} for i in collide]
+    results = [{"role": "tool", "tool_call_id": int(i), "content": i} for i in reversed(collide)]
+    chat = [*CHAT, {"role": "assistant", "tool_calls": calls}, *results]
+    client_of(session).post("/chat/completions", body={"messages": chat}, cast_to=object)
+    items = [{"type": "function_call", "call_id": 5, "name": "look", "arguments": {"é": [1]}},
+             {"type": "function_call_output", "call_id": 5, "output": "5"}]  # fmt: skip
+    client_of(session).post("/responses", body={"input": items}, cast_to=object)
+    for ask, wanted in zip(session.asked, (collide, ["5"]), strict=True):
+        found = [call for message in ask.messages for call in message["calls"]]
+        assert [(i, name, json.loads(text)) for i, name, text in found] == [
+            (i, "look", {"é": [1]}) for i in wanted
+        ]
+        assert [m["call_id"] for m in ask.messages if m["role"] == "tool"] == wanted
 
 
 def test_on_another_address_too_nobody_gets_in_without_a_key():

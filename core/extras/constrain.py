@@ -28,10 +28,14 @@ def matcher(policy: Policy, schema: dict[str, Any], prompt: list[int], call: str
     """An llguidance.LLMatcher at the start of an answer with this schema, to be copied.
 
     `prompt`: the ids before the answer; `call`: what a call of a tool begins with; "": there are no
-    tools. Raises UsageError if llguidance is missing, or cannot follow the schema.
+    tools. Raises UsageError if llguidance is missing or broken, or cannot follow the schema.
     """
     if not is_installed("llguidance"):
         raise UsageError('llguidance is not installed: pip install -e ".[constrain]"')
+    try:
+        import llguidance.hf  # noqa: F401
+    except Exception as error:  # a broken one may raise anything
+        raise UsageError(f"llguidance cannot be imported: {error}"[:200]) from None
     tokenizer, schema = policy.tokenizer, schema | {"x-guidance": WRITTEN}
     vocab_size = policy.causal_lm.config.get_text_config().vocab_size
     thought, end = "may begin", str(tokenizer.decode(prompt[-4:])).rstrip()

@@ -59,6 +59,7 @@ POLL = 0.5  # seconds between two looks of a call at its program
 SILENCE = 10.0  # seconds without a word of any program, until those that ask do not wait on
 INTERVAL = 0.5  # seconds between interruptions of a program that must end
 SWITCH = 5e-4  # seconds until another thread's turn: a program may compute without an end
+GRACE = 5.0  # seconds in which the threads that asked for a program end after it
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
 EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructure fails
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
@@ -70,10 +71,12 @@ KEPT = (
     " Use await for what takes long, as with openai.AsyncOpenAI, or write def in place of async def"
 )
 SHARED = (
-    "the copies of a program share one process: its global variables, os.environ, its folder. Make"
-    " each client in the function, with the base_url and the api_key that this gets: a client of"
-    " the module, the default client of a library and variables such as OPENAI_API_KEY are those of"
-    " all copies. A command= shares nothing"
+    "the copies of a program share one process: its global variables, os.environ, its folder. A"
+    " client of the module, the default client of a library and OPENAI_API_KEY are those of all"
+    " copies. Three ways out: make the client in the function, with the base_url and api_key that"
+    " this gets, and ask there, in its own tasks and threads, or in a pool; give a worker of the"
+    " module the context, too: contextvars.copy_context().run(ask, ..); or use command=, which"
+    " shares nothing"
 )
 BLOCKED = (
     f"programs that asked waited {SILENCE:g} s for one that did not ask or end, as if it waited for"
@@ -129,7 +132,7 @@ class Play:
         """Whether another program that has not ended keeps the event loop at this moment."""
         context = event_loop.at_work(self.task[1]) if self.task else None
         session = context.get(endpoint.PROGRAM) if context else None
-        return session not in (None, self.session) and session.key in session.endpoint.sessions
+        return session not in (None, self.session) and session.is_open
 
     def end(self) -> None:
         """The last thing that the thread does."""
@@ -250,8 +253,8 @@ class AgentProgram(Env):
             while True:
                 found = session.receive(min(POLL, program.patience))
                 self.asks = found or []
-                if session.used_other_key:
-                    raise EndRun(f"an agent asked with the API key of another episode: {SHARED}")
+                if session.mixed_up:
+                    raise EndRun(f"{session.mixed_up}: {SHARED}")
                 if len(refusals := session.refusals) > MAX_REFUSED:
                     raise TimeoutError(f"{MAX_REFUSED} requests got no answer: {refusals[-1]}")
                 now = time.monotonic()
@@ -278,10 +281,19 @@ class AgentProgram(Env):
 
     def _outcome(self, play: Play) -> Step:
         """The last step. Raises what went wrong, unless the policy caused it."""
+        until = time.monotonic() + GRACE
+        while goes_on := play.session.has_company and play.session.has_workers():
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
         play.session.close()
         if self.play is play:
             self.play = None
         error = play.error
+        if goes_on:  # an error may leave what the program would have waited for
+            kind = EndRun if error is None else EnvFailure
+            raise kind("a thread or task that an agent started was answered, and goes on after the "
+                       f"agent's end, as if it worked for all: {SHARED}")  # fmt: skip
         if self.function and not play.session.has_asked and (not error or _status_failed(error)):
             raise EndRun("an agent ended and had not asked with its own API key: it sent no request"
                          f" to its base_url, or with another key; {SHARED}")  # fmt: skip
@@ -366,7 +378,7 @@ class AgentProgram(Env):
             result = self.function(**{k: value for k, value in given.items() if k in names})
             if not inspect.isawaitable(result):
                 return result
-            play.task = event_loop.start(result)
+            play.task = event_loop.start(endpoint.watched(result))
             return play.task[0].result()
 
     def _run_command(self, play: Play, row: Row) -> Any:
@@ -405,11 +417,12 @@ def _exception(name: str) -> type[BaseException]:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The exception, those of its group, and those that it was raised from or after."""
+    """The exception, those of its group, and those that it was raised from. One that was handled
+    before it excuses nothing: `__context__` is set without a word of the program."""
     found = [error]
     for one in found:  # which grows
         group = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        more = [one.__cause__ or one.__context__, *group]
+        more = [one.__cause__, *group]
         found += [cause for cause in more if cause is not None and cause not in found]
     return found
 
