@@ -29,7 +29,12 @@ from core.types import Message
 from environments.plumbing.text import one_line
 from environments.plumbing.tools import END_OF_THOUGHT, THOUGHT, call_text
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant", "tool", "raw")
+RAW = "raw"  # the role of a text that is a whole prompt, with what a template would write
+# For a model without a chat template, of which all prompts are raw: nothing around an answer but
+# its end
+PLAIN = ("{% for m in messages %}{{ m['content'] }}"
+         "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")  # fmt: skip
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
 QUESTION: Message = {"role": "user", "content": "?"}
@@ -55,6 +60,9 @@ CALL_ID: dict[str, Any] = {"name": "tool", "tool_call_id": "call00001"}
 TOOL_CALL: dict[str, Any] = {"type": "function", "id": CALL_ID["tool_call_id"]}
 # of the arguments of a call, as templates want them: an object, or text (DeepSeek)
 ENCODINGS = dict, partial(json.dumps, ensure_ascii=False)
+# What begins a turn in the templates of many models, and what follows it
+MARKS = [("<|im_start|>", "<|im_end|>"), ("<|start_header_id|>", "<|end_header_id|>"),
+         ("<start_of_turn>", "<end_of_turn>"), ("[INST]", "[/INST]")]  # fmt: skip
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 Schema = dict[str, Any]
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
@@ -65,8 +73,15 @@ def prompt_ids(
 ) -> list[int]:
     """Token ids of an opening prompt, up to the point where the assistant begins to write.
 
-    Raises UsageError if the chat template rejects the messages, TypeError as `clean_message` does.
+    A raw prompt is tokenized as it is, with the token that begins a text for this tokenizer. Raises
+    UsageError if the chat template rejects the messages, TypeError as `clean_message` does.
     """
+    if messages[0]["role"] == RAW:
+        if len(messages) > 1 or tools:
+            raise UsageError("a raw prompt is one text: it takes no other messages and no tools")
+        text, begin = messages[0]["content"], str(tokenizer.bos_token or "")
+        has_begin = bool(begin) and text.startswith(begin)
+        return [*tokenizer(text, add_special_tokens=not has_begin).input_ids]
     chat, tools = _split_turn_tokens(tokenizer, messages, tools), _split_schemas(tokenizer, tools)
     return _encode(tokenizer, _render_results(tokenizer, chat, True, tools))
 
@@ -148,6 +163,16 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any], date:
         return NOW.sub(lambda call: repr(now.strftime(call[2])), template)
 
     render_with(tokenizer, with_date, options)
+
+
+def is_rendered(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text seems to have a chat template around it: it begins with one of the tokens of
+    the template, and has another one, or with a mark of MARKS, and has its second. As a message it
+    would get the template once more."""
+    tokens = [token for token in _turn_tokens(tokenizer) if token in text]
+    starts = tuple(tokens) if len(tokens) > 1 else ()
+    starts += tuple(first for first, second in MARKS if second in text)
+    return text.lstrip().startswith(starts)
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int:

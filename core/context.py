@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.chat_template import (
+    RAW,
     Schema,
     accepts_system,
     clean_message,
@@ -126,6 +127,8 @@ class Agent:
         """Begins a context with these messages, and the system prompt before them."""
         self.chat, self.context_ids, self.context_full = [], [], False
         messages = [clean_message(message) for message in messages]
+        if self.renderer.system_prompt and messages and messages[0]["role"] == RAW:
+            raise UsageError("--system-prompt: a raw prompt has no system message; remove it")
         if self.renderer.system_prompt and messages:
             tokenizer = self.renderer.policy.tokenizer
             messages = with_system(tokenizer, messages, self.renderer.system_prompt)
@@ -214,6 +217,8 @@ class Agent:
         policy = self.renderer.policy
         chat, schemas = self.renderer.for_template(self.chat, self.schemas)
         if self.context_ids:
+            if chat[0]["role"] == RAW:
+                raise UsageError("a raw prompt has one answer: nothing says what follows it")
             last = self.context_ids[-1]
             turn_closed = [last] == closing_ids(policy.tokenizer, chat[-1]["role"])
             if last in policy.stop_ids and not turn_closed:

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from core.chat_template import (
+    PLAIN,
     check_template,
     end_of_turn_id,
     set_template_options,
@@ -53,6 +54,7 @@ def load_policy(
     *,
     adapters: str = "",
     value_head: bool = False,
+    plain: bool = False,
     flag: str = "--model-id",
 ) -> Policy:
     """Loads `model_id`, a Hub id or a folder, by default that of `cfg`, with the settings of `cfg`.
@@ -62,7 +64,8 @@ def load_policy(
     the chat template's variables, the seed of all random weights, and whether to trust the model's
     code. The `model/` of a run with LoRA is its base model with its adapters, which are trained on:
     of any kind of LoRA that PEFT has, without their dropout. `adapters` is the folder of others for
-    the same base model. core/files/models.py knows the models that have names, such as tiny.
+    the same base model. `plain`: a model without a chat template gets one that adds nothing, as all
+    prompts are raw. core/files/models.py knows the models that have names, such as tiny.
     Raises UsageError, in one line that names `flag`, if the model cannot be loaded, and if the
     device does not exist.
     """
@@ -84,6 +87,8 @@ def load_policy(
         # step of a small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
         torch.backends.cuda.enable_cudnn_sdp(False)
     with _one_line_errors(subject):
+        if plain and not tokenizer.chat_template:
+            tokenizer.chat_template = PLAIN
         variables = parse_template_options(cfg.template_options)
         set_template_options(tokenizer, variables, cfg.template_date)
         embeddings = cast(nn.Embedding, base.get_input_embeddings()).weight

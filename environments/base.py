@@ -33,7 +33,8 @@ MAX_INFO_NUMBER = 3.4e38  # the largest of float32; float64, JSON's number, can 
 
 
 class Message(TypedDict):
-    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result.
+    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result. The one
+    message "raw" is a whole prompt, which is tokenized as it is, without the chat template.
 
     `tool_calls`: of an assistant's message in the history, in OpenAI's form.
     """

@@ -4,7 +4,9 @@
     --env "rewarded:data=rows.jsonl,reward=rewards.py:accuracy rewards.py:brief,weights=1 0.2"
     --env "rewarded:data=openai/gsm8k,config=main,prompt=question,reward=my_rewards:accuracy"
 
-Each row has a prompt, a text or a list of messages, and any other columns. All completions that a
+Each row has a prompt, a text or a list of messages, and any other columns. A text is a message of
+the user; one that has the chat template around it already, or is for a base model, needs raw=true.
+All completions that a
 rank samples at the same time are a batch; in training, groups lie side by side. Each function is
 called once for a batch. It receives lists of its own, of the columns too (None where a row has no
 value), and returns a list with one number for each completion, or None or NaN where it does not
@@ -96,7 +98,8 @@ class Rewarded(Env):
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
     FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
     a response is right if this function, one of `reward` by its name or another one, returns as
-    much."""
+    much; `raw`: a prompt that is a text is tokenized as it is, without the chat template; `name`:
+    of this environment, in titles and metrics."""
 
     main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
 
@@ -110,9 +113,13 @@ class Rewarded(Env):
         split: str = "train",
         correct: str = "",
         threshold: float = 1.0,
+        raw: bool = False,
+        name: str = "",
     ):
         if not data or not reward:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
+        if name and not name.replace("-", "_").isidentifier():
+            raise UsageError(f"name={name}: give a word, such as name=gsm8k")
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
         weights = weights or (1.0,) * len(reward)
@@ -134,7 +141,7 @@ class Rewarded(Env):
         self.correct, self.threshold = names[reward.index(own[0]) if own else 0], threshold
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
         self.waits = all(map(inspect.iscoroutinefunction, functions))
-        self.prompt = prompt
+        self.prompt, self.raw = prompt, raw
         self.train, self.test, self.columns = load(data, prompt, config, split)
 
     @classmethod
@@ -143,7 +150,7 @@ class Rewarded(Env):
 
     def reset(self, seed: int) -> list[Message]:
         self.row = draw(seed, self.train, self.test)
-        return _messages(self.row[self.prompt])
+        return _messages(self.row[self.prompt], self.raw)
 
     def step(self, response: str) -> Step:
         [step] = self.step_batch([self], [response])
@@ -421,6 +428,13 @@ def what_is_right(spec: EnvSpec) -> str:
             f"({which}correct=NAME and threshold=X choose)")  # fmt: skip
 
 
+def texts_of(spec: EnvSpec) -> Iterator[str]:
+    """The prompts of the data that are texts."""
+    o = spec.values
+    train, test, _ = load(o["data"], o["prompt"], o["config"], o["split"])
+    return (row[o["prompt"]] for row in (*train, *test) if isinstance(row[o["prompt"]], str))
+
+
 def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], length: int) -> str:
     """Leaves out of all instances of `spec` the rows that `render` refuses, or that are too long.
 
@@ -434,7 +448,7 @@ def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], lengt
     rendered: dict[str, int] = {}  # what messages are like: the number of tokens of the first ones
     refused: dict[int, str] = {}  # id of a row: why
     for row in [*train, *test]:
-        messages = _messages(row[o["prompt"]])
+        messages = _messages(row[o["prompt"]], o["raw"])
         kind = str([m | {"content": type(m.get("content"))} if isinstance(m, dict) else m
                     for m in messages])  # fmt: skip
         if kind not in rendered or rendered[kind] + len(json.dumps(messages)) >= length:
@@ -454,7 +468,9 @@ def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], lengt
     return f"{found}; {reason}"
 
 
-def _messages(prompt: str | list[Message]) -> list[Message]:
+def _messages(prompt: str | list[Message], raw: bool = False) -> list[Message]:
+    if raw and isinstance(prompt, str):
+        return [{"role": "raw", "content": prompt}]
     return [user(prompt)] if isinstance(prompt, str) else copy.deepcopy(prompt)
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import load_small
 from test_episodes import Scripted
 
+from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.files.log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
+from core.tiny import PRETRAINED, write_tiny
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
 from environments.plumbing.check import check_env
@@ -352,6 +355,7 @@ def test_a_column_that_is_no_json_is_named(place, monkeypatch):
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
     ("data=rows.jsonl,reward=rewards.py", "rewards.py names no class or function: write FILE.py:"),
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
+    ("data=rows.jsonl,reward=rewards.py:two,name=my set", "give a word, such as name=gsm8k"),
     ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank: name one of"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
     ("data=odd.jsonl,reward=rewards.py:two", "row 2: the prompt in 'prompt' is {'a': 1}: it must"),
@@ -382,9 +386,10 @@ def test_what_is_right_is_the_first_function_or_the_one_that_is_named(command):
     code, out, _ = command("--env", two, *flags)
     assert code == 0 and "halved returns 1 or more (the first of 2 functions; correct=NAME" in out
     assert re.search(r"accuracy at update 0: 0.00 .*  mean return \d", out)
-    code, out, _ = command("--env", f"{two},correct=halved,threshold=0.5", *flags)
+    code, out, _ = command("--env", f"{two},correct=halved,threshold=0.5,name=halves", *flags)
     assert "right if halved returns 0.5 or more (correct=NAME and" in out
-    assert "accuracy at update 0: 1.00" in out and "mean return" not in out
+    assert re.search(r"accuracy at update 0: 1.00 \S+ \S+  halves$", out, re.MULTILINE)
+    assert "mean return" not in out
 
 
 @pytest.mark.parametrize("value", ["None", "float('nan')"])
@@ -450,6 +455,56 @@ def test_a_function_for_messages_is_told_that_prompts_are_texts():
         env.step("a")
 
 
+OF_TINY = "<|user|>{}<|end|><|assistant|>Let me think.<think>"
+OF_OTHERS = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nLet me think.\n<think>"
+
+
+@pytest.mark.parametrize("rendered", [OF_TINY, OF_OTHERS])
+def test_a_prompt_with_the_template_around_it_is_refused_or_taken_as_it_is(command, rendered):
+    """With raw=true its ids are those of the text, as in TRL; else it would be rendered twice."""
+    write("rendered.jsonl", [{"prompt": rendered.format(n), "answer": "1"} for n in range(60)])
+    quoted = "Is <|im_end|> or <|end|> after <|user|>? {}"
+    write("quoted.jsonl", [{"prompt": quoted.format(n), "answer": ""} for n in range(60)])
+    flags = ["--num-updates", 1, "--num-prompts", 2, "--group-size", 2, "--max-tokens", 4,
+             "--eval-num-tasks", 2, "--max-turns", 1]  # fmt: skip
+    spec = "rewarded:data={}.jsonl,reward=rewards.py:accuracy"
+    code, _, err = command("--env", spec.format("rendered"), *flags)
+    assert code == 2 and "has the chat template around it already: add raw=true" in err
+    assert command("--env", spec.format("quoted"), *flags)[0] == 0
+    raw = f"{spec.format('rendered')},raw=true"
+    assert command("--env", raw, *flags, "--run-name", "raw")[0] == 0
+    rows = [json.loads(line) for line in Path("runs/raw/rollouts.jsonl").read_text().splitlines()]
+    assert all(row["messages"][0]["role"] == "raw" for row in rows)
+    code, _, err = command("--env", raw, *flags, "--system-prompt", "Be brief.")
+    assert code == 2 and "a raw prompt has no system message" in err
+
+
+def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
+    policy = load_small(PRETRAINED)
+    renderer, tokenizer = Renderer(policy), policy.tokenizer
+    text = OF_TINY.format("1 + 1?")
+    ids = renderer.first_prompt([{"role": "raw", "content": text}])
+    assert ids == tokenizer(text).input_ids and tokenizer.decode(ids) == text
+    assert {*tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>", "<|assistant|>"])} <= {*ids}
+    as_message = renderer.first_prompt([{"role": "user", "content": text}])
+    assert len(as_message) > len(ids)
+    with pytest.raises(UsageError, match="a raw prompt is one text"):
+        renderer.first_prompt([{"role": "raw", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+def test_a_base_model_without_a_template_is_trained_on_raw_prompts(command):
+    write_tiny("tiny", "base", 0)
+    Path("base/chat_template.jinja").unlink()
+    write("texts.jsonl", [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(60)])
+    flags = ["--num-updates", 1, "--num-prompts", 2, "--group-size", 2, "--max-tokens", 4,
+             "--eval-num-tasks", 2, "--model-id", "base"]  # fmt: skip
+    spec = "rewarded:data=texts.jsonl,reward=rewards.py:accuracy"
+    code, _, err = command("--env", spec, *flags)
+    assert code == 2 and "the tokenizer has no chat template; use an instruct model" in err
+    code, _, err = command("--env", f"{spec},raw=true", *flags, "--run-name", "a")
+    assert code == 0, err
+
+
 def test_rows_of_one_prompt_are_tasks_and_too_few_are_for_both_uses(capsys):
     rows = [{"prompt": "Guess.", "answer": str(n)} for n in range(40)]
     write("guess.jsonl", rows + rows[:3])
@@ -509,9 +564,9 @@ def test_functions_may_need_the_main_thread(policy):
 @pytest.mark.parametrize("name", ["loops", "meets"])
 def test_a_call_ends_at_its_limit(policy, name):
     before = signal.getsignal(signal.SIGALRM)
-    rollouts, _ = play(policy, f"rewards.py:{name}", ["letter_counting"], env_timeout=0.3)
+    rollouts, _ = play(policy, f"rewards.py:{name}", ["letter_counting"], env_timeout=3)
     line = " (rewards.py, line " if name == "loops" else ""  # "meets" waits in the event loop
-    said = f"TimeLimit: no answer in 0.3 seconds (--env-timeout){line}"
+    said = f"TimeLimit: no answer in 3 seconds (--env-timeout){line}"
     assert all(r.error.startswith(said) for r in rollouts[:3])
     assert not rollouts[3].error and signal.getsignal(signal.SIGALRM) == before
 

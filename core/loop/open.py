@@ -28,6 +28,7 @@ from core import (
     tasks,
 )
 from core.algorithm import FOLDER, Algorithm, load_algorithm, name_of, title_of
+from core.chat_template import is_rendered
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
@@ -264,7 +265,13 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
     return distributed.rank_0_first(lambda: load_policy(
         cfg, folder_of_model(model_id, folder / "base", cfg.seed),
         value_head="value_head" in config.needs(cfg),
+        plain=all(map(is_raw, (*cfg.env, *cfg.eval_env))),
     ))  # fmt: skip
+
+
+def is_raw(env: EnvSpec) -> bool:
+    """Whether the prompts of an environment are taken as they are."""
+    return env.name == "rewarded" and bool(env.values["raw"])
 
 
 def _load_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str, Any]) -> Any:
@@ -405,5 +412,10 @@ def _lines_about_data(cfg: Config, collector: RolloutCollector) -> list[str]:
     about what counts as right."""
     render, length = collector.renderer.first_prompt, collector.policy.max_length
     own = [env for env in dict.fromkeys((*cfg.env, *cfg.eval_env)) if env.name == "rewarded"]
+    for env in own:
+        texts = [] if is_raw(env) else rewarded.texts_of(env)
+        if any(is_rendered(collector.policy.tokenizer, text) for text in texts):
+            raise UsageError(f"--env {env}: a prompt has the chat template around it already: add "
+                             "raw=true to take it as it is, or give messages")  # fmt: skip
     left_out = (rewarded.leave_out(env, render, length) for env in own)
     return [line for line in (*left_out, *map(rewarded.what_is_right, own)) if line]

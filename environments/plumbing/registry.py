@@ -189,7 +189,10 @@ class EnvSpec:
 
     @cached_property
     def short(self) -> str:
-        """Its name in titles and metrics: the text without the folders of absolute paths."""
+        """Its name in titles and metrics: what `name=` says, or the text without the folders of
+        absolute paths."""
+        if self.name == "rewarded" and (name := self.options.get("name")):
+            return str(unquoted(name))
         return str(self.with_paths(lambda path, key: short_path(path, 1 + (key == "opponent"))))
 
     def with_paths(self, change: Callable[[str, str], str]) -> "EnvSpec":
