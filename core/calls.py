@@ -53,9 +53,10 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
     """
     since, is_overdue, ends = time.monotonic(), False, list[BaseException]()
     at_work, caught = True, 0
+    where: TracebackType | None = None  # at which the call was when it was interrupted
 
     def ring(number: int, frame: FrameType | None) -> None:
-        nonlocal is_overdue, caught
+        nonlocal is_overdue, caught, where
         if not at_work:
             return
         seconds = time.monotonic() - since
@@ -65,9 +66,11 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
         except BaseException as error:
             ends.append(error)
         if not (is_overdue or ends):
-            signal.setitimer(timers[number], min(LOOK, limit - seconds))
+            # less than a microsecond would be 0, which stops the timer
+            signal.setitimer(timers[number], max(1e-3, min(LOOK, limit - seconds)))
             return
         caught += 1  # unless this one ends the call
+        where = where or traceback_of(frame)
         signal.setitimer(timers[number], LOOK)
         if caught > PATIENCE:
             _raise_at_next_line(frame)
@@ -101,8 +104,8 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
     if ends:
         raise ends[0]
     if is_overdue:
-        error = outcome[1]
-        return None, _time_limit(limit, error.__traceback__ if error else None)
+        error = outcome[1]  # None if the other timer rang while it was caught
+        return None, _time_limit(limit, error.__traceback__ if error else where)
     return outcome
 
 

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 
@@ -548,3 +549,21 @@ def test_python_code_that_was_given_up_is_interrupted(interrupts):
     threads[0].join(60 if interrupts else 0.2)
     assert threads[0].is_alive() != interrupts
     go.set()
+
+
+@pytest.mark.skipif(not calls.can_call_here(), reason="Windows has no alarm")
+def test_the_place_is_known_though_the_other_timer_rings_while_the_first_is_caught(monkeypatch):
+    outcome = calls._outcome
+
+    def interrupted_again(function):
+        outcome(function)
+        raise calls.Overdue
+
+    def turns():
+        while True:
+            pass
+
+    monkeypatch.setattr(calls, "_outcome", interrupted_again)
+    value, error = calls.call_here(turns, 0.05, lambda seconds, frame: None)
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert value is None and isinstance(error, calls.TimeLimit) and frames[-1] == "turns"
