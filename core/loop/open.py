@@ -234,7 +234,7 @@ def _opened(
         lines += [*policy.remarks, sampler.remark]
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *algorithm.remarks]
-        lines.append(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
+        lines.append(f"report: {folder / 'report.html'}  (there before update 1; reload it)")
         lines += _lines_about_data(cfg, collector)
         for line in filter(None, lines):
             display.say(line)
