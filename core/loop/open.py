@@ -199,7 +199,7 @@ def _opened(
     progress = checkpoint.START | found.progress
     others = "--optimizer adamw8bit, a lower --max-model-len or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: f"Use {memory.SMALLER}, {others}"):
-        policy = _load_policy(cfg, folder)
+        policy = _load_policy(cfg, folder, bool(found.folder))
         opponents = _load_opponents(cfg, policy, folder, progress)
         optimizer = optimizer_for(cfg, policy)  # warm_start sets its own learning rate
         older = deque[Weights](maxlen=cfg.staleness)
@@ -258,11 +258,11 @@ def _read_out(cfg: Config, algorithm: Algorithm) -> Callable[..., dict[str, torc
     return algorithm.read_out or scoring.read_out
 
 
-def _load_policy(cfg: Config, folder: Path) -> Policy:
+def _load_policy(cfg: Config, folder: Path, has_trained: bool) -> Policy:
     # with --sampler openai the server has the model; tiny's tokenizer counts the tokens here
     model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
     return distributed.rank_0_first(lambda: load_policy(
-        cfg, folder_of_model(model_id, folder / "base", cfg.seed),
+        cfg, folder_of_model(model_id, folder / "base", cfg.seed, has_trained),
         value_head="value_head" in config.needs(cfg),
     ))  # fmt: skip
 
