@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from algorithms.kl import weighted_kl
 from core import (
@@ -53,7 +52,7 @@ from core.report import write_pages
 from core.report.doctor import final_lines
 from core.sampler import Sampler, TorchSampler
 from core.terminal import cli
-from core.terminal.console import Display, print_line
+from core.terminal.console import Display, Output, print_line
 from core.terminal.interrupt import Interrupt, is_program
 from environments import Env, rewarded
 from environments.base import RunInfo
@@ -143,7 +142,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
                     same = latest if run.outputs.saved == latest else None  # of the same weights
                     checkpoint.export_model(folder, run.policy, same)
                 for line in final_lines(folder, settings):
-                    print_line(line, Console(highlight=False))
+                    print_line(line, Output(highlight=False))
 
 
 def prepare(cfg: Config) -> tuple[Config, RunInfo]:
