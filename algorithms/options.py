@@ -50,7 +50,7 @@ class LoopOptions:
     # by loss type: the values of the options that are None, which nobody has given
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     aggregation: Aggregation | None = "token"  # of the tokens of a step: tokens.token_weights
-    value_lr: float = 1e-3  # learning rate of the value head, for algorithms that have one
+    value_lr: float = 1e-3  # of the value head, for algorithms that have one; 0: --lr
     value_warmup: int = 0  # number of initial updates that train the value head only
     target_kl: float = 0.0  # end an update when a minibatch's KL exceeds this; 0: never
 

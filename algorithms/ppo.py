@@ -58,7 +58,7 @@ class Options(LoopOptions):
     value_coef: Coefficient = 0.5
     """Coefficient of the value loss; 0: the value head is not trained."""
     value_lr: Annotated[float, Range(0, 100)] = 1e-3
-    """Learning rate of the value head."""
+    """Learning rate of the value head; 0: --lr."""
     value_warmup: Annotated[int, Range(0, 10**9)] = 0
     """Number of initial updates that train the value head only; 0: none."""
 

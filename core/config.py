@@ -364,15 +364,7 @@ def resolve(cfg: Config) -> Config:
     folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
     cfg = replace(cfg, options=(cfg.options or options_of(cfg.algo)()).with_preset())
-    tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
-    on_laptops = tiny or cfg.model_id == SMOLLM2
-    defaults: dict[str, Any] = {
-        "lr": 5e-5 if tiny else 2e-5 if lora else 1e-6,
-        "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
-        "max_tokens": 64 if on_laptops else 1024,
-        "max_tokens_per_micro_batch": 2048 if on_laptops else None,
-        "credit": "turn" if "turn_credit" in needs(cfg) else "episode",
-    }
+    defaults = defaults_for(cfg)
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
     if cfg.overlap:  # on a GPU, auto would be vllm, whose cache exists only while nothing trains
         sampler = "torch" if cfg.sampler == "auto" else cfg.sampler
@@ -380,12 +372,29 @@ def resolve(cfg: Config) -> Config:
     cfg = replace(
         cfg, env=tuple(map(absolute, cfg.env)), eval_env=tuple(map(absolute, cfg.eval_env))
     )
-    if cfg.max_model_len is None:
-        messages = 1024 if cfg.model_id == SMOLLM2 else 4096
-        cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
     if "own_draw" in needs(cfg) and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
     return cfg
+
+
+def defaults_for(cfg: Config) -> dict[str, Any]:
+    """The defaults of the settings that may be None, which follow from others.
+
+    Imports the algorithm.
+    """
+    tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
+    on_laptops = tiny or cfg.model_id == SMOLLM2
+    max_tokens = 64 if on_laptops else 1024
+    own_tokens = max_tokens if cfg.max_tokens is None else cfg.max_tokens
+    messages = 1024 if cfg.model_id == SMOLLM2 else 4096
+    return {
+        "lr": 5e-5 if tiny else 2e-5 if lora else 1e-6,
+        "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
+        "max_tokens": max_tokens,
+        "max_model_len": cfg.max_turns * own_tokens + messages,
+        "max_tokens_per_micro_batch": 2048 if on_laptops else None,
+        "credit": "turn" if "turn_credit" in needs(cfg) else "episode",
+    }
 
 
 def needs(cfg: Config) -> set[str]:

@@ -14,7 +14,7 @@ import math
 import statistics
 
 from core.config import KNOWN, Config, needs
-from core.results import Record
+from core.results import Record, from_to
 from core.warning_texts import WARNINGS
 
 CONFIG = Config(lr=5e-5)  # where no settings are given
@@ -159,9 +159,9 @@ def _accuracy_fell(records: list[Record]) -> str:
             low, high = finite(then, f"{env}/ci_low"), finite(now, f"{env}/ci_high")
             before, after = finite(then, f"{env}/accuracy"), finite(now, f"{env}/accuracy")
             if high < low and after < before:
-                return (f"since update {then['update']} reward rose from {reward[0]:.2f} to "
-                        f"{reward[1]:.2f}, accuracy on {env.removeprefix('eval/')} fell from "
-                        f"{before:.2f} to {after:.2f}")  # fmt: skip
+                return (f"since update {then['update']} reward rose from {from_to(*reward)}, "
+                        f"accuracy on {env.removeprefix('eval/')} fell from "
+                        f"{from_to(before, after)}")  # fmt: skip
     return ""
 
 
@@ -173,9 +173,9 @@ def _training_accuracy_fell(records: list[Record]) -> str:
     reward, correct = (change_of(first, last, f"reward/{key}") for key in ("mean", "correct"))
     if not reward or not correct or reward[1] < reward[0] or correct[1] > correct[0] / 2:
         return ""
-    return (f"since the first {LONG_WINDOW} updates reward rose from {reward[0]:.2f} to "
-            f"{reward[1]:.2f}, the fraction of correct rollouts fell from {correct[0]:.2g} to "
-            f"{correct[1]:.2g}")  # fmt: skip
+    fell = f"fell from {correct[0]:.2g} to {correct[1]:.2g}"
+    return (f"since the first {LONG_WINDOW} updates reward rose from {from_to(*reward)}, the "
+            f"fraction of correct rollouts {fell}")  # fmt: skip
 
 
 def _too_high(recent: list[Record]) -> dict[str, str]:

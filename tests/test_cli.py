@@ -117,6 +117,34 @@ def test_another_loss_type_brings_the_options_that_nobody_has_set(resume):
     assert resolve(cfg).options == resolve(fresh).options
 
 
+def test_what_follows_from_other_settings_follows_those_that_a_flag_changes(resume):
+    """A run of tiny with all defaults, of which --config changes some; what was chosen stays."""
+    first = config_to_dict(resolve(Config()))
+    assert (first["max_model_len"], first["credit"], first["lr"]) == (
+        8 * 64 + 4096,
+        "episode",
+        5e-05,
+    )
+
+    def followed(flags, **chosen):
+        cfg = resolve(resume(f"--config a {flags}", **first | chosen))
+        validate(cfg)
+        return cfg
+
+    assert followed("--max-tokens 5000").max_model_len == 8 * 5000 + 4096
+    assert followed("--max-turns 2").max_model_len == 2 * 64 + 4096
+    assert followed("--algo ppo").credit == "turn"
+    model = followed("--model-id x/y --lora-rank 8", max_tokens=100, max_model_len=4896)
+    assert (model.lr, model.sft_lr, model.max_tokens) == (2e-5, 1e-4, 100)
+    assert model.max_model_len == 4896 and model.max_tokens_per_micro_batch is None
+    chosen = followed("--max-tokens 100", lr=1e-3, max_model_len=300, credit="turn")
+    assert (chosen.lr, chosen.max_model_len, chosen.credit) == (1e-3, 300, "turn")
+    assert cli.complete(Config(config="a", max_tokens=70)).max_model_len == 300
+    assert resolve(followed("")) == resolve(cli.complete(Config(config="a")))
+    Path("a").write_text("lr: 5e-5\n")  # a file by hand, which chooses
+    assert cli.parse("--config a --model-id x/y".split()).lr == 5e-05
+
+
 def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
     assert Path(resume("--resume a").resume) == Path("runs/a")
     with pytest.raises(UsageError, match="no run has this name; runs/ has a"):

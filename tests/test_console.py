@@ -1,6 +1,8 @@
 """The display: live in a terminal, plain lines elsewhere, with the same content."""
 
 import io
+import subprocess
+import sys
 
 from rich.console import Console
 
@@ -39,6 +41,29 @@ def test_pipe_gets_one_plain_line_per_update():
     at = lines.index("update  reward  tokens  worked   time")
     assert lines[at + 1] == "     3   0.500    12.0    0.25  1.0 s"
     assert "quiet" not in screen() and "\x1b" not in screen()
+
+
+def test_a_run_goes_on_where_nobody_reads_its_output():
+    """As `train.py | head -1`: a line of stderr says so, and the exit code is that of the run."""
+    program = """import sys
+from core.terminal.console import Display
+with Display("title") as display:
+    input()
+    display.say("a")
+    display.say("b")
+    print("c", flush=True)
+sys.exit(3)"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=-1, stdout=-1, stderr=-1, text=True
+    )
+    assert child.stdout.readline() == "title\n"
+    child.stdout.close()
+    child.stdin.write("\n")
+    child.stdin.close()
+    (line,) = child.stderr.read().splitlines()
+    child.stderr.close()
+    assert line == "nothing reads the output any more; the run goes on in its folder"
+    assert child.wait() == 3
 
 
 def plain_lines(records, **meanings):

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from core import results
 from core.files.log import read_records
-from core.report import doctor
+from core.report import compare, doctor
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
 
@@ -40,6 +41,20 @@ def test_a_healthy_run_has_one_finding_with_the_next_step():
     assert shown(rising)[0].endswith(
         "or another algorithm: python train.py --config runs/a --algo reinforce"
     )
+
+
+def test_numbers_that_differ_are_shown_with_digits_that_differ(tmp_path):
+    """97 and 96 of 254 right: 0.3819 and 0.3780, both 0.38; reward from 0.5000 to 0.5031."""
+    before, after = evaluation(97 / 254), evaluation(96 / 254, p=0.9)
+    rows = [{"update": 0} | before, *map(update, range(1, 21))]
+    for row in rows[1:]:
+        row["reward/mean"] = 0.5031 if row["update"] > 15 else 0.5
+    rows[-1] |= after
+    (line,) = [line for line in shown(rows) if "noise" in line]
+    assert "was 0.382 and is 0.378, with" in line and "(0.500 to 0.503 in the last" in line
+    assert results.accuracies_of("sums", before, before)[0] == "0.38 [0.33, 0.43]"
+    row = compare.table_rows([(tmp_path, {"env": ["sums"], "algo": "grpo"}, rows)])[0]
+    assert row[3] == "0.382 [0.332, 0.432] -> 0.378 [0.328, 0.428]"
 
 
 def test_noise_is_called_noise_and_a_flat_reward_is_explained():

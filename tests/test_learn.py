@@ -23,6 +23,7 @@ from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import SAMPLING, derive_seed
 from core.tasks import train_tasks
+from core.terminal import cli
 from core.types import Rollout, Turn
 
 
@@ -76,6 +77,18 @@ def test_in_value_warmup_the_head_alone_moves(qwen3_folder):
         single_update(cfg, policy, optimizer, rollouts, update=number)
         moved = {n for n, p in weights_of(policy).items() if not torch.equal(p, before[n])}
         assert moved == (moves or set(before))
+
+
+def test_a_learning_rate_of_0_for_the_value_head_is_that_of_the_policy(qwen3_folder, capsys):
+    policy = load_small(qwen3_folder, value_head=True)
+    rates = [
+        [group["lr"] for group in make_optimizer(policy, 1e-2, value_lr=rate).adamw.param_groups]
+        for rate in (0.0, 1e-3)
+    ]
+    assert rates == [[1e-2, 1e-2], [1e-2, 1e-3]]
+    with pytest.raises(SystemExit):
+        cli.parse(["--algo", "ppo", "--help"])
+    assert "Learning rate of the value head; 0: --lr." in " ".join(capsys.readouterr().out.split())
 
 
 def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder):

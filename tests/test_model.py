@@ -51,6 +51,18 @@ def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, ca
         assert {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()} == made
 
 
+def test_random_weights_follow_the_seed_until_a_run_has_trained_from_them(tmp_path):
+    """As with --resume RUN --allow-changes --seed 1; a damaged copy is made with its own seed."""
+    base, found = tmp_path / "base", []
+    for seed, has_trained in ((0, False), (1, False), (0, True), (0, True)):
+        folder_of("tiny-random", base, seed, has_trained)
+        found.append(load_file(base / "model.safetensors")["model.embed_tokens.weight"])
+        if len(found) > 1:
+            (base / "config.json").write_text("{}")
+    assert not torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2]) and torch.equal(found[1], found[3])
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_optimizer_contains_every_trainable_parameter(qwen3_folder, lora_rank):
     policy = load_small(qwen3_folder, lora_rank=lora_rank, value_head=True)

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,6 +232,24 @@ def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
         file.write_text(f"NUMBER = {number}")
     assert [import_attribute(f"{file}:NUMBER") for file in files * 2] == [0, 1, 2] * 2
     assert sys.modules["judges"].NUMBER == 0 and hasattr(sys.modules["numpy"], "array")
+
+
+def test_a_thread_waits_for_a_file_that_another_one_imports(place):
+    """As agents of several threads do, whose framework is imported for seconds."""
+    begun, go_on = threading.Event(), threading.Event()
+    sys.begun, sys.go_on = begun, go_on
+    file = place / "slow_to_import.py"
+    file.write_text("import sys\nsys.begun.set()\nsys.go_on.wait()\nNUMBER = 7\n")
+    try:
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(import_attribute, f"{file}:NUMBER")
+            begun.wait()
+            second = pool.submit(import_attribute, f"{file}:NUMBER")
+            wait([second], timeout=0.2)
+            go_on.set()
+        assert [first.result(), second.result()] == [7, 7]
+    finally:
+        del sys.begun, sys.go_on
 
 
 @pytest.mark.parametrize(("spec", "words"), [

@@ -1,5 +1,6 @@
 """Reports: the data of report.html, the table of a comparison, the README and picture of a run."""
 
+import itertools
 import json
 import re
 import shlex
@@ -58,7 +59,7 @@ def data_of(path):
 
 
 def write_run(folder, metrics=(), rollouts=(), config=CONFIG):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     for name, records in (("metrics", metrics), ("rollouts", rollouts)):
         lines = [json.dumps(record) + "\n" for record in records]
@@ -290,6 +291,42 @@ def test_a_panel_names_the_runs_that_it_shows(tmp_path):
     picture = matplotlib.image.imread(tmp_path / "c.png")[:, :, :3]
     seen = [abs(picture - matplotlib.colors.to_rgb(f"C{i}")).max(axis=2) < 0.02 for i in (0, 1)]
     assert seen[0].any() and not seen[1].any()
+
+
+def test_runs_of_one_name_and_names_with_an_underscore_are_told_apart(
+    tmp_path, monkeypatch, capsys
+):
+    figures, records = [], [evaluated(0, 0.2), *trained(1)]
+    monkeypatch.setattr(curves.plt, "close", figures.append)
+    monkeypatch.setenv("COLUMNS", "200")
+    folders = [tmp_path / name for name in ("one/a", "two/a", "_b")]
+    assert compare.main([str(write_run(folder, records)) for folder in folders]) == 0
+    names = ["one/a", "two/a", "_b"]
+    assert [run["name"] for run in data_of(tmp_path / "one/compare.html")] == names
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in names)
+    legend = figures[0].axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in legend][1:] == names
+
+
+def test_names_of_warnings_lie_beside_each_other(tmp_path, monkeypatch):
+    """Three at update 5, one each at 6 and 7, of 60 updates; at the last is room for one."""
+    figures, records = [], [evaluated(0, 0.2), *(trained(u)[0] for u in range(1, 61))]
+    monkeypatch.setattr(curves.plt, "close", figures.append)
+    names = {
+        5: ("dead_groups", "low_entropy", "no_reward"),
+        6: ("clip",),
+        7: ("gap",),
+        60: ("end", "no_room"),
+    }
+    for number, own in names.items():
+        records[number]["warnings"] = dict.fromkeys(own, "text")
+    curves.draw_curves(tmp_path / "c.png", records, "a")
+    accuracy = figures[0].axes[0]
+    texts = [text for text in accuracy.texts if text.get_rotation() == 90]
+    assert [text.get_text() for text in texts] == [*names[5], "clip", "gap", "end"]
+    boxes = [text.get_window_extent() for text in texts]
+    assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_equal_runs_are_all_seen(tmp_path):

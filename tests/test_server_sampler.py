@@ -6,6 +6,8 @@ The small ones draw with a policy of their own, which reads the adapters from th
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -312,6 +314,25 @@ def test_an_adapter_stays_while_a_server_may_be_at_a_request_with_it(start, serv
         pass
     sampler.sync()
     assert not old.exists() and len([*folder.iterdir()]) == 2
+
+
+def test_adapters_of_a_killed_run_are_removed_and_those_of_another_run_stay(start, tmp_path):
+    """The killed process held the lock of its adapter; folders of other names are not ours."""
+    folder = tmp_path / "adapters"
+    killed = folder / "picorl-00000000-v3"
+    killed.mkdir(parents=True)
+    (folder / "picorl-own").mkdir()
+    program = f"""import os, filelock
+lock = filelock.FileLock({str(killed / server_sampler.LOCK)!r})
+lock.acquire()
+os._exit(9)"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    one, two = start(), start()
+    kept = {path.name for path in folder.iterdir()}
+    assert kept == {"picorl-own", f"{one.stem}-v0", one.name, f"{two.stem}-v0", two.name}
+    two.close()
+    one.close()
+    assert [path.name for path in folder.iterdir()] == ["picorl-own"]
 
 
 def test_a_program_that_changes_the_folder_loses_no_server(start, servers, tmp_path, monkeypatch):

@@ -95,6 +95,23 @@ def test_a_run_writes_all_its_files(whole_run):
     assert (whole_run / "model/model.safetensors").samefile(saved)
 
 
+@pytest.mark.parametrize("more", [[], ["--eval-num-tasks", "0"]])
+def test_the_report_is_there_before_update_1(command, monkeypatch, more):
+    """A second one would take more than its part of so short a run."""
+    pages, score = [], train.score
+
+    def look(run, batch):
+        pages.append((run.outputs.folder / "report.html").read_text(encoding="utf-8"))
+        score(run, batch)
+
+    monkeypatch.setattr(train, "score", look)
+    _, out, _ = command("--run-name", "a", *SMALL, *more)
+    assert "report: runs/a/report.html  (there before update 1; reload it)\n" in out
+    assert len(pages) == 4 and all('"num_updates":0' in page for page in pages[:2])
+    assert ('"kind":"eval"' in pages[0]) != bool(more)
+    assert '"num_updates":4' in Path("runs/a/report.html").read_text(encoding="utf-8")
+
+
 def raise_in(patch, name, number):
     """Raises a signal in each call of a function of train.py."""
     called = getattr(train, name)

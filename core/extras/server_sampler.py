@@ -30,6 +30,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
+import filelock
 import httpx
 import torch
 
@@ -55,6 +56,7 @@ PER_SERVER = 256  # requests that are sent to one server at once; it batches the
 AHEAD = 32  # open requests that a server may have more than another, for the sake of its cache
 PROBE_TEMPERATURE = 0.7  # unlike 1, it shows log-probs of another temperature
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LOCK = ".lock"  # in the folder of an adapter: held while its run may need it
 SAMPLE = "/inference/v1/generate"  # token ids in, token ids out
 
 
@@ -120,9 +122,11 @@ class ServerSampler(Sampler):
         # no other run, and no restart of this one, has weights of this name
         self.stem = distributed.broadcast_from_rank_0(lambda: f"picorl-{uuid.uuid4().hex[:8]}")
         self.version = 0
-        self.written: list[str] = []  # adapters in the folder, if this is rank 0
+        # adapters in the folder, if this is rank 0, with the locks that say that a run needs them
+        self.written: dict[str, filelock.BaseFileLock] = {}
         self.at_work: list[str] = []  # the weights of each completion that a server may be at
         try:
+            distributed.broadcast_from_rank_0(self._remove_left)
             with canary.noise(policy):  # a new adapter changes nothing, so nothing would show
                 self._write()
                 self._wait_for_all()
@@ -201,7 +205,7 @@ class ServerSampler(Sampler):
 
         def write() -> None:
             part, target = self.folder / f".{self.name}", self.folder / self.name
-            self.written.append(self.name)
+            lock = self.written[self.name] = filelock.FileLock(target / LOCK, timeout=0)
             try:
                 part.mkdir(parents=True)
             except (FileExistsError, NotADirectoryError):
@@ -209,16 +213,28 @@ class ServerSampler(Sampler):
             # True or "auto" would ask the Hub about the base model, at each update
             self.policy.model.save_pretrained(part, save_embedding_layers=False)
             part.rename(target)
+            with suppress(OSError, NotImplementedError):  # a disk without locks
+                lock.acquire()
             # a server that hangs still has requests: vLLM ends if it finds no adapter for them
-            self._remove([name for name in self.written[:-2] if name not in self.at_work])
+            self._remove([name for name in [*self.written][:-2] if name not in self.at_work])
 
         distributed.broadcast_from_rank_0(write)
 
     def _remove(self, names: list[str]) -> None:
         for name in names:
-            self.written.remove(name)
+            self.written.pop(name).release()
             for folder in (self.folder / name, self.folder / f".{name}"):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _remove_left(self) -> None:
+        """Removes the adapters of killed runs: the system has released their locks."""
+        for folder in self.folder.glob("picorl-*-v*"):
+            if (folder / LOCK).exists():
+                with (
+                    suppress(filelock.Timeout, OSError, NotImplementedError),
+                    filelock.FileLock(folder / LOCK, timeout=0),
+                ):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_for_all(self) -> None:
         until = monotonic() + WITHOUT_SERVER_S

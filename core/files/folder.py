@@ -33,6 +33,7 @@ from core.config import (
     COMMAND_LINE_ONLY,
     MAX_NAME_BYTES,
     Config,
+    defaults_for,
     flag,
     needs_trust,
     similar,
@@ -113,6 +114,23 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(options, dict) or not (is_file(algo) or algo in algorithm_names()):
         raise UsageError(f"{file}: algo, or its options: invalid value {reprlib.repr(algo)}")
     return typed | {name: options}
+
+
+def without_defaults(settings: dict[str, Any], file: Path | None) -> dict[str, Any]:
+    """The settings of `file` without those that follow from others (`defaults_for`), so that they
+    follow from what a flag changes. A file that names only some of them has chosen these.
+
+    Imports the algorithm, if it comes with picoRL.
+    """
+    algo = settings.get("algo", Config.algo)
+    left_out = {"algo", name_of(algo)} if is_file(algo) else set()  # which could run code
+    known = {key: value for key, value in settings.items() if key not in left_out}
+    defaults = defaults_for(as_config(known, file, {}, trust=True))
+    if not defaults.keys() <= settings.keys():
+        return settings
+    if left_out:
+        del defaults["credit"]
+    return {k: v for k, v in settings.items() if k not in defaults or v != defaults[k]}
 
 
 def given_settings(cfg: Config) -> dict[str, Any]:

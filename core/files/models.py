@@ -35,10 +35,13 @@ def untrained(cfg: Config) -> Config:
     return replace(cfg, lora_rank=0, lora_alpha=0.0, quantize="none")
 
 
-def folder_of(model_id: str, tiny_folder: Path | None = None, seed: int = 0) -> str:
+def folder_of(
+    model_id: str, tiny_folder: Path | None = None, seed: int = 0, has_trained: bool = False
+) -> str:
     """The folder of tiny, tiny-random and smollm2, which it writes if need be; any other id.
 
-    `tiny_folder`: a run's own copy of tiny, and of tiny-random, whose weights `seed` determines.
+    `tiny_folder`: a run's own copy of tiny, and of tiny-random, whose weights `seed` determines;
+    one that `has_trained` from them keeps its first seed.
     """
     if model_id == SMOLLM2:
         from core.files.smollm2 import smollm2_folder
@@ -48,10 +51,13 @@ def folder_of(model_id: str, tiny_folder: Path | None = None, seed: int = 0) -> 
         return model_id
     if tiny_folder is None:
         return str(PRETRAINED) if model_id == "tiny" else model_id
-    _, fault = unseal(tiny_folder)
-    if fault:
-        if tiny_folder.exists():
+    facts, fault = unseal(tiny_folder)
+    first = facts.get("seed", seed)
+    if has_trained:
+        seed = first
+    if fault or seed != first:
+        if fault and tiny_folder.exists():
             print(f"{tiny_folder} {fault}: making it again", file=sys.stderr)
-        with sealed(tiny_folder, {}) as part:
+        with sealed(tiny_folder, {"seed": seed}) as part:
             write_tiny(model_id, part, seed)
     return str(tiny_folder)

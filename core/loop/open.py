@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from algorithms.kl import weighted_kl
 from core import (
@@ -54,7 +53,7 @@ from core.report import write_pages
 from core.report.doctor import final_lines
 from core.sampler import Sampler, TorchSampler
 from core.terminal import cli
-from core.terminal.console import Display, print_line
+from core.terminal.console import Display, Output, print_line
 from core.terminal.interrupt import Interrupt, is_program
 from environments import Env, rewarded
 from environments.base import RunInfo
@@ -144,7 +143,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
                     same = latest if run.outputs.saved == latest else None  # of the same weights
                     checkpoint.export_model(folder, run.policy, same)
                 for line in final_lines(folder, settings):
-                    print_line(line, Console(highlight=False))
+                    print_line(line, Output(highlight=False))
 
 
 def prepare(cfg: Config) -> tuple[Config, RunInfo]:
@@ -200,7 +199,7 @@ def _opened(
     progress = checkpoint.START | found.progress
     others = "--optimizer adamw8bit, a lower --max-model-len or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: f"Use {memory.SMALLER}, {others}"):
-        policy = _load_policy(cfg, folder)
+        policy = _load_policy(cfg, folder, bool(found.folder))
         opponents = _load_opponents(cfg, policy, folder, progress)
         optimizer = optimizer_for(cfg, policy)  # warm_start sets its own learning rate
         older = deque[Weights](maxlen=cfg.staleness)
@@ -235,7 +234,7 @@ def _opened(
         lines += [*policy.remarks, sampler.remark]
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *algorithm.remarks]
-        lines.append(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
+        lines.append(f"report: {folder / 'report.html'}  (there before update 1; reload it)")
         lines += _lines_about_data(cfg, collector)
         for line in filter(None, lines):
             display.say(line)
@@ -259,11 +258,11 @@ def _read_out(cfg: Config, algorithm: Algorithm) -> Callable[..., dict[str, torc
     return algorithm.read_out or scoring.read_out
 
 
-def _load_policy(cfg: Config, folder: Path) -> Policy:
+def _load_policy(cfg: Config, folder: Path, has_trained: bool) -> Policy:
     # with --sampler openai the server has the model; tiny's tokenizer counts the tokens here
     model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
     return distributed.rank_0_first(lambda: load_policy(
-        cfg, folder_of_model(model_id, folder / "base", cfg.seed),
+        cfg, folder_of_model(model_id, folder / "base", cfg.seed, has_trained),
         value_head="value_head" in config.needs(cfg),
         plain=all(map(is_raw, (*cfg.env, *cfg.eval_env))),
     ))  # fmt: skip

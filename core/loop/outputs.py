@@ -18,8 +18,9 @@ from core.policy import Policy, Weights
 from core.report import write_pages
 from core.terminal.console import Display
 
-MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
-FIRST_PAGES = 2.0  # seconds to expect of the first ones, which import matplotlib
+MAX_TIME = 0.015  # fraction of a run's time that report.html may take, and the others, too
+PAGES = {"report.html": ["report.html"], "curves.png": ["README.md", "curves.png"]}
+FIRST_TIME = 2.0  # seconds to expect of the first curves, as matplotlib is imported
 
 
 @dataclass
@@ -33,7 +34,10 @@ class Outputs:
     display: Display
     saved: Path | None = None  # the last checkpoint
     opened_at: float = field(default_factory=perf_counter)
-    page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
+    # of each time that report.html was written, and the other pages
+    page_seconds: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [] for name in PAGES}
+    )
 
     def save(
         self, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any],
@@ -54,15 +58,20 @@ class Outputs:
         return True
 
     def write_pages(self) -> None:
-        """Writes report.html and curves.png, unless that takes more than 3% of the run's time."""
-        spent, longest = sum(self.page_seconds), max(self.page_seconds, default=FIRST_PAGES)
-        started = perf_counter()
-        too_long = spent + longest > MAX_PAGES * (started - self.opened_at)
-        if distributed.rank() > 0 or too_long:
+        """Writes report.html and curves.png, unless that takes more than 3% of the run's time.
+
+        The first report.html is written in any case: it takes some hundredths of a second.
+        """
+        if distributed.rank() > 0:
             return
-        for line in write_pages(self.folder, run_dir.config_to_dict(self.cfg)):
-            self.display.say(line)
-        self.page_seconds.append(perf_counter() - started)
+        for page, names in PAGES.items():
+            started, seconds = perf_counter(), self.page_seconds[page]
+            expected = sum(seconds) + max(seconds, default=FIRST_TIME)
+            is_first = page == "report.html" and not seconds and not (self.folder / page).exists()
+            if is_first or expected < MAX_TIME * (started - self.opened_at):
+                for line in write_pages(self.folder, run_dir.config_to_dict(self.cfg), names):
+                    self.display.say(line)
+                seconds.append(perf_counter() - started)
 
     def resume_command(self) -> str:
         """The command that resumes this run."""

@@ -210,8 +210,8 @@ class Run:
         if warnings or self.notes:
             record["warnings"], self.notes = warnings | self.notes, {}
         self.outputs.run_log.log(record)
-        if update > 0 and any(name.startswith("eval/") for name in record):
-            self.outputs.write_pages()
+        if update < self.cfg.num_updates and (update == 0 or evaluates(update, cfg.eval_every)):
+            self.outputs.write_pages()  # after the last update `open_run` does
         self.progress["update"] = update
         self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
         return self.stopped

@@ -1,7 +1,7 @@
 """Reports about runs, made from their logs: README.md, curves.png, report.html, comparisons."""
 
 import warnings
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +9,48 @@ from core.faults import Fault
 from environments.plumbing.registry import meanings, short_names
 from environments.plumbing.text import one_line
 
+PAGES = ("README.md", "curves.png", "report.html")
 
-def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
-    """Writes README.md, report.html and, after the first update, curves.png of a run.
+
+def write_pages(run_dir: Path, config: dict[str, Any], names: Sequence[str] = PAGES) -> list[str]:
+    """Writes README.md, report.html and, after the first update, curves.png of a run; or those of
+    `names` alone.
 
     `config` holds the settings of the run, as config.yaml does. Returns a line for each page that
     cannot be made of this log; the others are written. Raises OSError if the disk fails.
     """
     from core.files.log import METRICS, read_records
     from core.report import doctor
-    from core.report.curves import draw_curves  # imports matplotlib, which takes a second
     from core.report.page import write_page
     from core.report.summary import algorithm_title, write_readme
 
     records = read_records(run_dir / METRICS)
-    envs = short_names(config["env"])
-    title = f"{algorithm_title(config)} on {envs} · {config['model_id']}"
-    curves = partial(
-        draw_curves, run_dir / "curves.png", records, f"{title} · seed {config['seed']}",
-        meanings(config["env"], trust=True),
-    )  # fmt: skip
-    pages = {
-        "README.md": partial(
-            write_readme, run_dir, config, records, doctor.lines(run_dir, config, records)
+
+    def curves() -> None:
+        if not any("update" in record for record in records):
+            return
+        from core.report.curves import draw_curves  # imports matplotlib, which takes a second
+
+        envs = short_names(config["env"])
+        title = f"{algorithm_title(config)} on {envs} · {config['model_id']}"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a name in a script without a font
+            draw_curves(
+                run_dir / "curves.png", records, f"{title} · seed {config['seed']}",
+                meanings(config["env"], trust=True),
+            )  # fmt: skip
+
+    pages: dict[str, Callable[[], object]] = {
+        "README.md": lambda: write_readme(
+            run_dir, config, records, doctor.lines(run_dir, config, records)
         ),
-        "curves.png": curves if any("update" in record for record in records) else None,
-        "report.html": partial(write_page, run_dir / "report.html", [(run_dir, config)]),
+        "curves.png": curves,
+        "report.html": lambda: write_page(run_dir / "report.html", [(run_dir, config)]),
     }
     failed = []
-    for name, write in pages.items():
+    for name in names:
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Glyph")  # a name in a script without a font
-                if write:
-                    write()
+            pages[name]()
         except (OSError, Fault):
             raise
         except Exception as error:

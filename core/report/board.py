@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from core.faults import UsageError
-from core.report.summary import algorithm_title, minutes, sampled_tokens
+from core.report.summary import algorithm_title, minutes, names_of, sampled_tokens
 from core.results import Record, accuracy_of, before_after
 from environments.plumbing.registry import short_names
 
@@ -59,14 +59,15 @@ def board(runs: list[Run]) -> tuple[str, list[list[str]], list[str]]:
     env, tasks, model = (value for _, value in common[:3])
     accuracy = f"eval/{env}/accuracy"
     compared, beyond, why = [], list[str](), dict[str, list[str]]()
-    for (folder, config, records), term in zip(runs, terms, strict=True):
+    names = names_of([folder for folder, *_ in runs])
+    for name, (_, config, records), term in zip(names, runs, terms, strict=True):
         if term != common:
-            why.setdefault(difference(term, common), []).append(folder.name)
+            why.setdefault(difference(term, common), []).append(name)
             continue
         within = until_budget(records, accuracy, budget)
-        compared.append((folder.name, config, within))
+        compared.append((name, config, within))
         if any(accuracy in record for record in records[len(within) :]):
-            beyond.append(folder.name)
+            beyond.append(name)
     compared.sort(key=lambda run: -run[2][-1][accuracy])
     rows, first, rank = list[list[str]](), compared[0][2][-1], 1
     for place, (name, config, within) in enumerate(compared, 1):

@@ -35,10 +35,11 @@ from core.report.summary import (
     TARGET_ACCURACY,
     algorithm_title,
     minutes,
+    names_of,
     sampled_tokens,
     tokens_to_target,
 )
-from core.results import Record, accuracy_of, before_after
+from core.results import Record, accuracies_of, before_after
 from environments.plumbing.registry import short_names
 from environments.plumbing.text import printable
 
@@ -70,7 +71,7 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
     folder = runs[0].resolve().parent
     write_page(folder / "compare.html", list(zip(runs, configs, strict=True)))
     draw_comparison(folder / "compare.png", [
-        (run.name, rows) for run, rows in zip(runs, records, strict=True)
+        (name, rows) for name, rows in zip(names_of([*runs]), records, strict=True)
     ])  # fmt: skip
     if (console := Console()).width < 100:  # a table of so many columns would fold every cell
         for cells in rows:
@@ -136,13 +137,14 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
     final accuracy.
     """
     found: list[tuple[str, float, float, list[str]]] = []
-    for run_dir, config, records in runs:
+    names = names_of([run_dir for run_dir, *_ in runs])
+    for name, (_, config, records) in zip(names, runs, strict=True):
         trained = short_names(config["env"])
         for env, first, last in before_after(records) or [(trained, {}, {})]:
             tokens, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
             row = [
-                run_dir.name, algorithm_title(config), env,
-                f"{accuracy_of(env, first)} -> {accuracy_of(env, last)}" if first
+                name, algorithm_title(config), env,
+                " -> ".join(accuracies_of(env, first, last)) if first
                 else "not evaluated",
                 f"{sampled_tokens(records):,}", "not reached" if tokens is None else f"{tokens:,}",
                 f"{minutes(records):.1f}",

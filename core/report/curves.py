@@ -1,5 +1,6 @@
 """Draws the training curves of a run, `curves.png`, and of several, `compare.png`."""
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
     "text.parse_math": False,
 }  # fmt: skip
+COLUMN = 11  # points that a name beside a line takes
 SMOOTHING = 2  # neighbours on each side that the thick line averages
 
 
@@ -93,7 +95,7 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
                     axis.plot(*reached[0], **(look | {"marker": "*", "markersize": 16 + 2 * wider}))
             axis.set_ylim(-0.03, 1.05)
             axis.xaxis.set_major_formatter("{x:,.0f}")
-            axis.legend(frameon=False, loc="lower right")
+            _legend(axis, loc="lower right")
         with published(path) as part:
             figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
         plt.close(figure)
@@ -103,6 +105,13 @@ def _label(axis: Axes, title: str, x: str = "update") -> None:
     axis.set_title(title, loc="left", fontweight="bold")
     axis.set_xlabel(x)
     axis.locator_params(axis="x", integer=True)
+
+
+def _legend(axis: Axes, **options: Any) -> None:
+    """Names the lines that have a label; matplotlib leaves out those that begin with _ by itself,
+    as its own names of the others do."""
+    own = [line for line in axis.lines if not re.fullmatch(r"_child\d+", str(line.get_label()))]
+    axis.legend(handles=own, frameon=False, **options)
 
 
 def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
@@ -132,7 +141,7 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
             )  # fmt: skip
     axis.set_ylim(-0.03, 1.05)
     if len(names) > 1:
-        axis.legend(frameon=False)
+        _legend(axis)
 
 
 def _draw_metric(
@@ -155,22 +164,30 @@ def _draw_info(
     for name, text, color in zip(names, texts, (GREEN, PURPLE, ORANGE), strict=False):
         _draw_metric(axis, records, name, color, text)
     if len(names) > 1:
-        axis.legend(frameon=False)
+        _legend(axis)
     values = [r[name] for r in records for name in names if r.get(name) is not None]
     if values and min(values) >= 0 and max(values) <= 1:
         axis.set_ylim(-0.03, 1.05)
 
 
 def _mark_warnings(panels: list[Axes], records: list[Record]) -> None:
-    by_update: dict[int, list[str]] = {}
-    for name, updates, _ in logged_warnings(records):
-        for update in updates:
-            by_update.setdefault(update, []).append(name)
-    for update, names in by_update.items():
+    """A thin line for each warning, and its name beside it, or where there is room to the right."""
+    marks = sorted((u, name) for name, updates, _ in logged_warnings(records) for u in updates)
+    for update in dict.fromkeys(update for update, _ in marks):
         for axis in panels:
             axis.axvline(update, color=RED, linewidth=0.9, linestyle=":")
-        panels[0].annotate(
-            ", ".join(names), (update, 0.02), (2, 0), xycoords=("data", "axes fraction"),
+    panel, free = panels[0], 0.0
+    points = 72 / panel.figure.dpi  # of a pixel
+    width = panel.get_window_extent().width * points
+    left, right = panel.get_xlim()
+    for update, name in marks:
+        line = (update - left) / (right - left) * width
+        place = max(line + 2, free)
+        free = place + COLUMN
+        if free > width:
+            break  # report.html names them all
+        panel.annotate(
+            name, (update, 0.02), (place - line, 0), xycoords=("data", "axes fraction"),
             textcoords="offset points", rotation=90, fontsize=8, color=RED, va="bottom",
         )  # fmt: skip
 

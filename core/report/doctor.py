@@ -21,7 +21,7 @@ from core.faults import UsageError
 from core.files.folder import again, quoted, read_settings
 from core.files.log import METRICS, ROLLOUTS, iter_records, read_records
 from core.report.summary import logged_warnings, num_updates
-from core.results import Record, accuracy_of, before_after, never_right, return_of
+from core.results import Record, accuracies_of, before_after, from_to, never_right, returns_of
 from core.terminal import cli
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import relative
@@ -110,14 +110,15 @@ def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> l
             p = CLEAR / 2 if apart else 1.0
         on, step = f"on held-out tasks of {env}", _more_updates(run_dir, config, records, after)
         if p is not None and p < CLEAR and after > before:
-            text = f"It learns: accuracy {on} rose from {before:.2f} to {after:.2f}"
+            text = f"It learns: accuracy {on} rose from {from_to(before, after)}"
         elif p is not None and p < CLEAR:
-            text = f"It has become worse: accuracy {on} fell from {before:.2f} to {after:.2f}"
+            text = f"It has become worse: accuracy {on} fell from {from_to(before, after)}"
             step = "a lower --lr, from an earlier checkpoint"
         elif never_right(env, records):
             text, step = _by_return(env, first, last, step)
         else:
-            text = f"The answer is in the noise: accuracy {on} was {before:.2f} and is {after:.2f}"
+            was, now = from_to(before, after).split(" to ")
+            text = f"The answer is in the noise: accuracy {on} was {was} and is {now}"
             if low is not None:
                 text += f", with a 95% interval from {low:.2f} to {high:.2f}"
             if tasks:
@@ -134,7 +135,7 @@ def _by_return(env: str, first: Record, last: Record, step: str) -> tuple[str, s
         [diagnostics.finite(record, f"eval/{env}/return_{key}") for record in (first, last)]
         for key in ("low", "high")
     )
-    means = f"{return_of(env, first)} before and {return_of(env, last)} after"
+    means = "{} before and {} after".format(*returns_of(env, first, last))
     if lows[1] > highs[0]:
         text = "It learns, though no answer counts as right: the mean return"
     elif highs[1] < lows[0]:
@@ -165,7 +166,7 @@ def _more_updates(
     change = diagnostics.change_of(before, last, "reward/mean")
     if change is None:
         return "no more of the same updates, as the reward has stopped rising"
-    means = f"{change[0]:.2f} to {change[1]:.2f} in the last {len(last)} updates"
+    means = f"{from_to(*change)} in the last {len(last)} updates"
     if change[1] > change[0]:
         return f"more updates, as the reward still rises ({means}): {go_on}"
     return f"a lower --lr or fewer updates, as the reward falls again ({means})"
@@ -218,7 +219,7 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     for env, first, last in before_after(records):
         line = f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
         if never_right(env, records):
-            line += f"  mean return: {return_of(env, first)} -> {return_of(env, last)}"
+            line += f"  mean return: {' -> '.join(returns_of(env, first, last))}"
         found.append(line)
     for name, updates, message in logged_warnings(records):
         found.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
@@ -234,9 +235,9 @@ def _change(env: str, first: Record, last: Record) -> str:
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
     counts = [record.get(f"eval/{env}/tasks") for record in (first, last)]
     tasks = min(filter(None, counts), default=None)  # --eval-num-tasks may have changed
-    line, parts = accuracy_of(env, first), []
+    (line, after), parts = accuracies_of(env, first, last), list[str]()
     if last is not first:
-        line += f" before RL -> {accuracy_of(env, last)} after {last['update']} updates"
+        line += f" before RL -> {after} after {last['update']} updates"
         if p is not None:
             verdict = "a clear change" if p < CLEAR else "may be chance"
             parts.append(f"{verdict}: {tasks or 'the same'} tasks, McNemar's p = {p:.1g}")

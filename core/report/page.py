@@ -22,6 +22,7 @@ from core.report.summary import (
     algorithm_title,
     logged_warnings,
     minutes,
+    names_of,
     num_updates,
     repeat_command,
     reported,
@@ -49,7 +50,8 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
     """
     before, after = TEMPLATE.read_text(encoding="utf-8").split("$data", 1)
     room = (PAGE_BYTES - TEMPLATE.stat().st_size) // len(runs)
-    data = {"runs": [_run_data(run_dir, config, room) for run_dir, config in runs]}
+    names = names_of([run_dir for run_dir, _ in runs])
+    data = {"runs": [_run_data(n, *run, room) for n, run in zip(names, runs, strict=True)]}
     with published(path) as part:
         part.write_text(before + to_json(data) + after, encoding="utf-8", newline="\n")
     return path
@@ -102,11 +104,11 @@ def shorten(text: str, limit: int) -> str:
     return text if excess <= 0 else text[:half] + note + text[half + excess :]
 
 
-def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
+def _run_data(name: str, run_dir: Path, config: dict[str, Any], room: int) -> Record:
     """The JSON object of a run in at most `room` bytes."""
     records = read_records(run_dir / METRICS)
     data: Record = {
-        "name": run_dir.name,
+        "name": name,
         "algo": algorithm_title(config),
         "env": short_names(config["env"]),
         "model": str(config["model_id"]),

@@ -8,7 +8,7 @@ from core.algorithm import name_of, title_of
 from core.config import trust_flags
 from core.files.atomic import published
 from core.files.folder import again
-from core.results import Record, accuracy_of, before_after
+from core.results import Record, accuracies_of, before_after
 from environments.plumbing.registry import short_names
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
@@ -52,10 +52,10 @@ def write_readme(
 ) -> None:
     """Writes README.md of a run: settings, what it shows, accuracy before and after, how to repeat
     it. `findings`: of core/report/doctor.py."""
-    rows = [
-        f"| {env} | {accuracy_of(env, first)} | {'' if last is first else accuracy_of(env, last)} |"
-        for env, first, last in before_after(records)
-    ]
+    rows = []
+    for env, first, last in before_after(records):
+        before, after = accuracies_of(env, first, last)
+        rows.append(f"| {env} | {before} | {'' if last is first else after} |")
     import torch  # takes seconds, which other commands that need this file do not wait for
 
     text = README.format(
@@ -118,6 +118,22 @@ def reported(records: list[Record]) -> list[str]:
     flags = {name for name in names if name.replace("info/", "reported/") in names
              and all(record.get(name, 1.0) == 1.0 for record in records)}  # fmt: skip
     return sorted(name for name in names - flags if name.startswith("info/"))
+
+
+def names_of(folders: list[Path]) -> list[str]:
+    """The names of runs: those of their folders, with as much of the path as tells them apart.
+
+    >>> names_of([Path("one/a"), Path("two/a"), Path("two/b")])
+    ['one/a', 'two/a', 'b']
+    """
+    paths = [folder.absolute().parts for folder in folders]
+    names = []
+    for path in paths:
+        others = [other for other in paths if other != path]
+        lengths = range(1, len(path) + 1)
+        alone = (n for n in lengths if all(other[-n:] != path[-n:] for other in others))
+        names.append("/".join(path[-next(alone, len(path)) :]))
+    return names
 
 
 def num_updates(records: list[Record]) -> int:

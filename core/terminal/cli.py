@@ -36,6 +36,7 @@ from core.files.folder import (
     new_folder,
     read_settings,
     with_options,
+    without_defaults,
 )
 from core.other_names import advice_for
 from environments.plumbing.registry import ENVIRONMENTS
@@ -61,6 +62,7 @@ def parse(args: list[str]) -> Config:
         new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
     settings = read_settings(file) if file else {"algo": flags.algo}
     say_loading()
+    settings = without_defaults(settings, file) if flags.config else settings
     cfg, _ = _parse_flags(args, as_config(settings, file, given, flags.trust))
     return _with_file(cfg, file)
 
@@ -77,6 +79,7 @@ def complete(cfg: Config) -> Config:
     cfg = replace(cfg, **given)
     file = _check_names(cfg)
     settings = read_settings(file) if file else {}
+    settings = without_defaults(settings, file) if cfg.config else settings
     saved = as_config(settings | given, file, given, cfg.trust)
     own = {name: getattr(cfg, name) for name in config.COMMAND_LINE_ONLY}
     return _with_file(replace(saved, options=with_options(saved, cfg.options), **own), file)

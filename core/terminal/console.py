@@ -3,10 +3,11 @@
 import itertools
 import math
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich import progress
@@ -33,6 +34,15 @@ SHOWN = {  # metrics on display: label, format and meaning
 WIDTH = 80  # of a line of metrics, at most
 
 
+class Output(Console):
+    """The terminal, or a pipe: where nobody reads on, as with `train.py | head`, a run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()  # what this process prints from now on is dropped
+        print("nothing reads the output any more; the run goes on in its folder", file=sys.stderr)
+
+
 class Display:
     """Progress bars, metrics with sparklines and a sampled completion; or plain lines.
 
@@ -44,7 +54,7 @@ class Display:
         self, title: str, console: Console | None = None, quiet: bool = False,
         meanings: Mapping[str, str] | None = None, num_updates: int = 0,
     ) -> None:  # fmt: skip
-        self.console = console or Console(highlight=False, quiet=quiet)
+        self.console = console or Output(highlight=False, quiet=quiet)
         self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = printable(title)
         self.bars: dict[str, progress.TaskID] = {}

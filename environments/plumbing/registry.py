@@ -27,6 +27,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -86,6 +87,7 @@ NOT_OWN = (  # code in which a user does not look for the cause of an error
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
 FOLDERS = set[str]()  # of the user's files that were imported by their path
+IMPORTING = threading.RLock()  # held while a file is imported: no other thread may see half of it
 
 
 def register(name: str) -> Callable[[C], C]:
@@ -489,20 +491,22 @@ def _finds(file: Path) -> bool:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Imports a file once. It can import the other modules of its folder.
+    """Imports a file once, though agents of several threads name it. It can import the other
+    modules of its folder.
 
     Its module is called like the file, so that processes which it starts can import it, too, unless
     Python finds another module of that name.
     """
-    _add_to_path(str(file.parent))
-    name = file.stem if _finds(file) else str(file).replace(".", "_")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec and spec.loader
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    with IMPORTING:
+        _add_to_path(str(file.parent))
+        name = file.stem if _finds(file) else str(file).replace(".", "_")
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, file)
+            assert spec and spec.loader
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(sys.modules[name])
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return sys.modules[name]
