@@ -21,9 +21,10 @@ cost only their own episodes. EnvFailure, anything but such a list, or only None
 for all completions fails every episode of the batch.
 
 As in TRL, a function may also ask for `completion_ids`, the sampled tokens of each completion;
-`trainer_state`, whose `global_step` of `max_steps` updates are complete; `log_extra(column,
-values)`, which adds one value to the info of each completion; and `log_metric(name, value)`, which
-adds the mean of the values that the functions log to the info of all.
+`trainer_state`, whose `global_step` of `max_steps` updates are complete, after `epoch` passes over
+as many prompts as there are rows for training; `log_extra(column, values)`, which adds one value to
+the info of each completion; and `log_metric(name, value)`, which adds the mean of the values that
+the functions log to the info of all.
 
 Reward: the sum of weight times value over the functions that apply. A completion to which none
 applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
@@ -83,6 +84,10 @@ class TrainerState:
 
     global_step: int = 0  # updates that are complete
     max_steps: int = 0  # --num-updates
+    epoch: float = 0.0  # prompts drawn until then / rows for training
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step, max_steps and epoch, no {name}")
 
 
 OF_TEXTS = ("as the prompts are texts, each completion is one: for completion[0]['content'] make "
@@ -207,7 +212,7 @@ class Rewarded(Env):
         arguments = {
             **columns, "prompts": prompts, "completions": completions,
             "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
-            "trainer_state": TrainerState(RUN.updates_done, RUN.num_updates),
+            "trainer_state": TrainerState(RUN.updates_done, RUN.num_updates, passes()),
             "log_extra": log_extra,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }  # fmt: skip
@@ -263,6 +268,14 @@ def begin_run(info: RunInfo) -> None:
     RUN = info
     for cached in CACHED:
         cached.cache_clear()
+
+
+def passes() -> float:
+    """How often the run has drawn as many prompts as its data has rows for training."""
+    own = [spec for spec in map(EnvSpec.read, RUN.train_envs) if spec.name == "rewarded"]
+    rows = sum(len(_load(spec)[0]) for spec in own)
+    share = len(own) / max(1, len(RUN.train_envs))
+    return RUN.updates_done * RUN.num_prompts * share / rows if rows else 0.0
 
 
 def sources(specs: Sequence[str]) -> set[Source]:
@@ -405,8 +418,7 @@ def num_held_out(spec: EnvSpec) -> int:
     """The number of rows for evaluation of an environment with data; no limit for any other."""
     if spec.name not in ("rewarded", "agent"):
         return sys.maxsize
-    o = spec.values
-    return len(load(o["data"], o.get("prompt", ""), o["config"], o["split"])[1])
+    return len(_load(spec)[1])
 
 
 def what_is_right(spec: EnvSpec) -> str:
@@ -430,7 +442,7 @@ def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], lengt
     Raises UsageError if that leaves none.
     """
     o = spec.values
-    train, test, _ = load(o["data"], o["prompt"], o["config"], o["split"])
+    train, test, _ = _load(spec)
     rendered: dict[str, int] = {}  # what messages are like: the number of tokens of the first ones
     refused: dict[int, str] = {}  # id of a row: why
     for row in [*train, *test]:
@@ -452,6 +464,11 @@ def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], lengt
         raise UsageError(f"{found}, which leaves {len(train)} for training and {len(test)} for "
                          f"evaluation; {reason}")  # fmt: skip
     return f"{found}; {reason}"
+
+
+def _load(spec: EnvSpec) -> tuple[list[Placed], list[Placed], list[str]]:
+    o = spec.values
+    return load(o["data"], o.get("prompt", ""), o["config"], o["split"])
 
 
 def _messages(prompt: str | list[Message]) -> list[Message]:

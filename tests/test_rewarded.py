@@ -588,6 +588,20 @@ def test_a_run_tells_functions_how_many_updates_are_complete(command, place):
     assert [line[0] for line in Path("log").read_text().splitlines()] == [*"001223"]
 
 
+def test_functions_read_how_many_passes_over_the_rows_are_complete():
+    spec = "rewarded:data=rows.jsonl,reward=rewards.py:zero"
+    rows = sum(not is_held_out(row["prompt"]) for row in ROWS)  # for training
+    found = []
+    for envs in ([spec], [spec, "snake"]):
+        rewarded.begin_run(RunInfo(envs, envs, 9, updates_done=3, num_prompts=4))
+        found.append(rewarded.passes())
+    assert found == [12 / rows, 6 / rows]
+    rewarded.begin_run(RunInfo((), (), 9, 3, 4))
+    assert rewarded.passes() == 0.0  # no run draws from the data
+    with pytest.raises(AttributeError, match="global_step, max_steps and epoch, no log_history"):
+        rewarded.TrainerState().log_history  # noqa: B018
+
+
 def test_a_file_cannot_change_the_settings_of_pytorch():
     """Where it is imported, which may be the thread that trains."""
     rude = "import torch\ntorch.set_default_dtype(torch.float64); torch.set_grad_enabled(False)\n"
