@@ -8,7 +8,8 @@ Each row has a prompt, a text or a list of messages, and any other columns. All 
 rank samples at the same time are a batch; in training, groups lie side by side. Each function is
 called once for a batch. It receives lists of its own, of the columns too (None where a row has no
 value), and returns a list with one number for each completion, or None or NaN where it does not
-apply:
+apply. A prompt may end with a message of the assistant, which the policy continues: it is in the
+prompt and, as in TRL, not in the completion:
 
     def accuracy(prompts, completions, answer, **columns):
         return [float(a in text) for text, a in zip(completions, answer)]
@@ -69,7 +70,7 @@ from environments.base import (
     UsageError,
     is_held_out,
 )
-from environments.parsing import user
+from environments.parsing import prefill_of, user
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_hub, read_jsonl
 from environments.plumbing.registry import EnvSpec, find_file, import_attribute, make
@@ -196,9 +197,10 @@ class Rewarded(Env):
         first = batch[0]
         prompts = [env.row[first.prompt] for env in batch]
         completions: list[Any] = [
-            response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
+            response if isinstance(prompt, str)
+            else [{"role": "assistant", "content": response.removeprefix(prefill_of(prompt))}]
             for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        ]  # fmt: skip
         columns = {key: [env.row.get(key) for env in batch] for key in first.columns}
         if first.prompt != "prompt":  # a function may know it by the name that the data gives it
             columns[first.prompt] = prompts

@@ -270,6 +270,24 @@ def test_conversations_that_contain_their_answers_are_said_to_be_for_sft(
     assert ("this is data for SFT" in capsys.readouterr().err) == is_said
 
 
+def test_a_completion_has_what_was_sampled_without_the_prefill(policy):
+    Path("prefill.py").write_text(
+        "calls = []\n"
+        "def f(prompts, completions, completion_ids):\n"
+        "    calls.append((prompts, completions, completion_ids))\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    user = {"role": "user", "content": "Count."}
+    begun = {"role": "assistant", "content": "<think>One"}
+    write("begun.jsonl", [{"prompt": [user, begun]}])
+    rollouts, module = play(policy, "prefill.py:f", data="begun.jsonl")
+    [(prompts, completions, ids)] = module["calls"]
+    assert prompts == [[user, begun]] * 3
+    assert completions == [[{"role": "assistant", "content": text}] for text in "abc"]
+    assert ids == [r.turns[0].completion_ids for r in rollouts]
+    assert [r.messages[-1]["content"] for r in rollouts] == [f"<think>One{text}" for text in "abc"]
+
+
 def test_a_prompt_of_messages_has_a_completion_of_messages():
     write("chats.jsonl", [
         {"chat": [{"role": "system", "content": "Repeat."}, {"role": "user", "content": f"{n}"}]}
@@ -473,9 +491,9 @@ class Letters(Scripted):
         return replace(super().complete(request), text="abcdefgh"[self.answered - 1])
 
 
-def play(policy, reward, others=(), seeds=(1, 1, 2), **options):
+def play(policy, reward, others=(), seeds=(1, 1, 2), data="rows.jsonl", **options):
     """Rollouts of one batch, and the reward function's module."""
-    spec = f"rewarded:data=rows.jsonl,reward={reward}"
+    spec = f"rewarded:data={data},reward={reward}"
     collector = RolloutCollector(policy, 1, **options)
     tasks = [Task(spec, seed, seed) for seed in seeds] + [Task(env, 0, 9) for env in others]
     rollouts = collector.collect(tasks, Letters(policy), SamplingParams(4))
