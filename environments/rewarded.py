@@ -510,6 +510,9 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
 def _numbers(returned: Any, count: int) -> list[float | None]:
     """What a function returned, as `count` numbers; raises if it is anything else."""
     wanted = f"not a list of {count} numbers, one for each completion"
+    if callable(returned):
+        raise TypeError("it returned a function, so it makes reward functions: write `made = ..` in "
+                        "its file with a call of it, and name made")  # fmt: skip
     if isinstance(returned, str | bytes | dict | set) or not isinstance(returned, Iterable):
         raise TypeError(f"it returned {returned!r:.50}, {wanted}")
     rewards = list(returned)

@@ -66,6 +66,11 @@ class Longest:
     def __call__(self, completions, **columns):
         return [float(text == max(completions, key=len)) for text in completions]
 longest = Longest()
+def get_shorter(max_len=4, least=0.0):
+    def shorter(completions, **columns):
+        return [max(least, 1 - len(text) / max_len) for text in completions]
+    return shorter
+shorter_than_10 = get_shorter(max_len=10, least=0.5)
 first_letter = lambda completions: [float(text[:1] == "a") for text in completions]
 def needs(completions, wanted):
     return [1.0]
@@ -564,6 +569,18 @@ def test_an_infinite_reward_names_its_function_and_its_row(policy):
 def test_check_finds_a_function_that_handles_only_the_first_completion(name, found):
     report = check_env(f"rewarded:data=rows.jsonl,reward=rewards.py:{name}", 3, other_process=False)
     assert any(line.startswith(found) for line in report.lines())
+
+
+def test_a_function_with_arguments_is_made_in_a_line_of_the_file():
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:shorter_than_10")
+    env.reset(0)
+    assert [env.step("a" * n).reward for n in (1, 9)] == [0.9, 0.5]
+    with pytest.raises(UsageError, match=r"write `made = get_shorter\(max_len=9\)` in it"):
+        make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter(max_len=9)")
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter")
+    env.reset(0)
+    with pytest.raises(RuntimeError, match="get_shorter: .* it makes reward functions"):
+        env.step("a")
 
 
 def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():

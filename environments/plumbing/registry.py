@@ -420,7 +420,8 @@ def import_attribute(name: str) -> Any:
         raise UsageError(f"{name} names no class or function: write FILE.py:NAME")
     module = import_source(source)
     if not hasattr(module, attribute):
-        raise UsageError(f"{short_path(source, 1)} has no {attribute}")
+        hint = f": write `made = {attribute}` in it, and name made" if "(" in attribute else ""
+        raise UsageError(f"{short_path(source, 1)} has no {attribute}{hint}")
     return getattr(module, attribute)
 
 
