@@ -248,6 +248,7 @@ class RunInfo:
     num_updates: int = 0  # in all; 0: none, or as many as --max-sampled-tokens allows
     updates_done: int = 0  # that are complete; changes while the run goes on
     num_prompts: int = 0  # of an update
+    seed: int = 0  # of the run
 
 
 class Instance:

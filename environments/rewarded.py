@@ -35,6 +35,11 @@ has the value of each, `info["weight_<name>"]` its weight if that is not 1. <nam
 the colon, with the file's before it (first_accuracy, second_accuracy) where the functions of two
 files have the same. `info["row"]`: FILE:LINE of the row.
 
+By default each prompt of an update is drawn from all rows, so that some come twice before others
+come once. `order=shuffled` goes through all rows in an order that the run's seed decides, each pass
+in another one; `order=data` in that of the file. Prompts that --filter-groups draws in place of
+others are drawn from all rows.
+
 Of equal rows only the first one is kept. One prompt in eight is reserved for evaluation, decided by
 its text, or one row in eight if all have the same prompt; where that leaves none for one of both,
 all rows are for both. Where --eval-env names other data, both are used whole, and prompts that
@@ -57,10 +62,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from environments.base import (
     EVAL_SEEDS,
+    TRAIN_SEEDS,
     Env,
     EnvFailure,
     Message,
@@ -94,6 +100,7 @@ class TrainerState:
 OF_TEXTS = ("as the prompts are texts, each completion is one: for completion[0]['content'] make "
             "each prompt a list of messages")  # fmt: skip
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+Order = Literal["random", "shuffled", "data"]
 Source = tuple[str, str, str, str]  # data, config, split, and the column with the prompt
 
 
@@ -102,7 +109,7 @@ class Rewarded(Env):
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
     FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
     a response is right if this function, one of `reward` by its name or another one, returns as
-    much."""
+    much; `order`: of the rows in training."""
 
     main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
 
@@ -116,6 +123,7 @@ class Rewarded(Env):
         split: str = "train",
         correct: str = "",
         threshold: float = 1.0,
+        order: Order = "random",
     ):
         if not data or not reward:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
@@ -140,7 +148,7 @@ class Rewarded(Env):
         self.correct, self.threshold = names[reward.index(own[0]) if own else 0], threshold
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
         self.waits = all(map(inspect.iscoroutinefunction, functions))
-        self.prompt = prompt
+        self.prompt, self.order = prompt, order
         self.train, self.test, self.columns = load(data, prompt, config, split)
 
     @classmethod
@@ -148,7 +156,7 @@ class Rewarded(Env):
         begin_run(info)
 
     def reset(self, seed: int) -> list[Message]:
-        self.row = draw(seed, self.train, self.test)
+        self.row = draw(seed, self.train, self.test, self.order)
         return _messages(self.row[self.prompt])
 
     def step(self, response: str) -> Step:
@@ -298,11 +306,27 @@ class Placed(Row):
     place = ""
 
 
-def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
-    """The row of a seed; those of evaluation in their order, each once."""
+def draw(seed: int, train: list[Placed], test: list[Placed], order: Order = "random") -> Placed:
+    """The row of a seed; those of evaluation in their order, each once. `order`: of the others; but
+    for random ones, the first seeds for training are the first pass over the rows, and so on."""
     if seed in EVAL_SEEDS:
         return test[(seed - EVAL_SEEDS.start) % len(test)]
-    return random.Random(seed).choice(train)
+    if order == "random" or seed not in TRAIN_SEEDS:
+        return random.Random(seed).choice(train)
+    done, place = divmod(seed - TRAIN_SEEDS.start, len(train))
+    return train[place if order == "data" else shuffled(RUN.seed, done, len(train))[place]]
+
+
+@functools.lru_cache(maxsize=2)  # an update may end one pass and begin the next
+def shuffled(seed: int, done: int, count: int) -> list[int]:
+    """The order of `count` rows, after `done` passes over them, in a run with this seed."""
+    return random.Random(f"{seed} {done}").sample(range(count), count)
+
+
+def is_in_order(spec: str | EnvSpec) -> bool:
+    """Whether the environment goes through its rows: then its seeds for training are 0, 1, 2, .."""
+    spec = EnvSpec.read(spec)
+    return spec.name == "rewarded" and spec.values["order"] != "random"
 
 
 @functools.cache  # a run needs all its data until its end
@@ -511,8 +535,8 @@ def _numbers(returned: Any, count: int) -> list[float | None]:
     """What a function returned, as `count` numbers; raises if it is anything else."""
     wanted = f"not a list of {count} numbers, one for each completion"
     if callable(returned):
-        raise TypeError("it returned a function, so it makes reward functions: write `made = ..` in "
-                        "its file with a call of it, and name made")  # fmt: skip
+        raise TypeError("it returned a function, so it makes reward functions: write `made = ..`, "
+                        "a call of it, in its file, and name made")  # fmt: skip
     if isinstance(returned, str | bytes | dict | set) or not isinstance(returned, Iterable):
         raise TypeError(f"it returned {returned!r:.50}, {wanted}")
     rewards = list(returned)

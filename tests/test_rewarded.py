@@ -15,11 +15,11 @@ from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.files.log import read_records
 from core.sampler import SamplingParams
-from core.tasks import Task, eval_tasks
+from core.tasks import Task, eval_tasks, train_tasks
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
 from environments.plumbing.check import check_env
-from environments.plumbing.registry import absolute, make
+from environments.plumbing.registry import EnvSpec, absolute, make
 
 FUNCTIONS = """
 import asyncio
@@ -259,6 +259,32 @@ def test_an_evaluation_asks_each_row_of_the_data_once():
     asked = [env.reset(task.seed)[0]["content"] for task in tasks if str(task.env) == spec]
     assert sorted(asked) == sorted(row["prompt"] for row in env.test)
     assert len(tasks) == len(env.test) + 256
+
+
+@pytest.mark.parametrize("others", [[], ["snake"]])
+def test_a_run_may_go_through_the_rows_in_their_order_or_shuffled(others):
+    used = [row["prompt"] for row in ROWS if not is_held_out(row["prompt"])]
+    updates = range(1, 1 + 2 * len(used))
+
+    def drawn(order, seed=0):
+        """The prompts of two passes over the rows, with 3 and with 4 prompts in an update."""
+        spec = f"rewarded:data=rows.jsonl,reward=rewards.py:zero,order={order}"
+        rewarded.begin_run(RunInfo([spec], [spec], seed=seed))
+        env, found = make(spec), []
+        for num_prompts in (3, 4):
+            envs = [EnvSpec.read(e) for e in [spec, *others]]
+            tasks = [t for u in updates for t in train_tasks(envs, seed, u, num_prompts, 1)]
+            seeds = [task.seed for task in tasks if str(task.env) == spec]
+            found.append(prompts_of(env, seeds)[: 2 * len(used)])
+        return found
+
+    assert drawn("data") == [used * 2] * 2
+    [first, again] = drawn("shuffled")
+    assert first == again and drawn("shuffled", seed=1)[0] != first
+    passes = first[: len(used)], first[len(used) :]
+    assert [sorted(each) for each in passes] == [sorted(used)] * 2 and passes[0] != passes[1]
+    assert passes[0] != used
+    assert len({*drawn("random")[0][: len(used)]}) < len(used)
 
 
 @pytest.mark.parametrize("answer, others, is_said", [
@@ -579,7 +605,7 @@ def test_a_function_with_arguments_is_made_in_a_line_of_the_file():
         make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter(max_len=9)")
     env = make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter")
     env.reset(0)
-    with pytest.raises(RuntimeError, match="get_shorter: .* it makes reward functions"):
+    with pytest.raises(RuntimeError, match=r"get_shorter: .* it makes reward functions"):
         env.step("a")
 
 

@@ -155,7 +155,7 @@ def prepare(cfg: Config) -> tuple[Config, RunInfo]:
     cfg = config.resolve(cli.complete(cfg))
     config.validate(cfg)
     train_envs, eval_envs = ([*map(str, envs)] for envs in (cfg.env, cfg.eval_env or cfg.env))
-    info = RunInfo(train_envs, eval_envs, cfg.num_updates, num_prompts=cfg.num_prompts)
+    info = RunInfo(train_envs, eval_envs, cfg.num_updates, 0, cfg.num_prompts, cfg.seed)
     begin_run(info)  # before any other use: it says which rows of data sets are held out
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
     if cfg.sft_steps:
