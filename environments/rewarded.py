@@ -57,6 +57,7 @@ import random
 import reprlib
 import statistics
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ from environments.base import (
 from environments.parsing import prefill_of, user
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_hub, read_jsonl
-from environments.plumbing.registry import EnvSpec, find_file, import_attribute, make
+from environments.plumbing.registry import OBJECTS, EnvSpec, find_file, import_attribute, make
 
 RUN = RunInfo((), ())  # that of this process; without one all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
@@ -262,6 +263,45 @@ class Rewarded(Env):
         return Step(None, sum(applied), True, place | logged | {"correct": correct} | info)
 
 
+def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
+    """The spec of `rewarded` for rows and functions that Python has, not a file.
+
+    `data`: a `datasets.Dataset`, or a list of dicts; `reward`: a function, or several; each may
+    also be a text as in a spec. `options`: the others of `rewarded`, such as weights=[1, 0.2].
+    Raises UsageError if `data` is anything else.
+    """
+    if not isinstance(data, str):
+        try:
+            rows = [*map(dict, data)] if len(data) else []
+        except (TypeError, ValueError):
+            raise UsageError(
+                "data=: give a datasets.Dataset or a list of dicts; of a DatasetDict one part, as "
+                'data["train"], of a DataFrame data.to_dict("records")'
+            ) from None
+        # the same rows have the same name in a later call, which resumes the run
+        name = f"rows_{zlib.crc32(json.dumps(rows, default=repr).encode()):08x}"
+        OBJECTS[name], data = rows, f"python:{name}"
+    given: dict[str, Callable[..., Any]] = {}
+
+    def named(function: Any) -> str:
+        if isinstance(function, str):
+            return function
+        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+        name = name if name.isidentifier() else "reward"  # of a lambda
+        while given.setdefault(name, function) != function:
+            name += "_2"
+        return f"python:{name}"
+
+    functions = reward if isinstance(reward, list | tuple) else [reward]
+    values = {"data": data, "reward": [*map(named, functions)]} | options
+    if "correct" in values:
+        values["correct"] = named(values["correct"])
+    OBJECTS.update(given)
+    texts = {k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v
+             for k, v in values.items()}  # fmt: skip
+    return "rewarded:" + ",".join(f"{key}={text}" for key, text in texts.items())
+
+
 def needs_main_thread(spec: EnvSpec) -> bool:
     """Whether the main thread has to call an environment; not if its functions are all async, as
     these run in the event loop's thread."""
@@ -392,8 +432,12 @@ def read(
     row has no prompt, or a column that tells rows apart is no JSON.
     """
     path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
-    lines = data.endswith((".jsonl", ".json"))
-    rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
+    if data.startswith("python:"):
+        rows = [*enumerate(import_attribute(data), 1)]
+    elif data.endswith((".jsonl", ".json")):
+        rows = read_jsonl(path)
+    else:
+        rows = [*enumerate(read_hub(path, config or None, split), 1)]
     unique: dict[str, tuple[str, Placed]] = {}
     empty: list[int] = []  # rows without a prompt
     for number, row in rows:
