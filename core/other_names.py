@@ -149,8 +149,8 @@ OTHER_NAMES = {
     "lora_r": "--lora-rank",
     "quantization_config": "--quantize nf4",
     "load_in_4bit": "--quantize nf4",
-    "tools": "an environment has tools",
-    "environment_factory": "--env FILE.py:Class",
+    "tools": "--env rewarded:..,tools=FILE.py:function",
+    "environment_factory": "--env rewarded:..,environment=FILE.py:Class",
 }
 
 

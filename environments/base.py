@@ -234,9 +234,11 @@ def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
 
 
 class Response(str):
-    """A response of the policy. `token_ids`: as they were sampled, with the end of the turn."""
+    """A response of the policy. `token_ids`: as they were sampled, with the end of the turn.
+    `earlier`: the episode's messages before it that called tools, and those with the results."""
 
     token_ids: Sequence[int] = ()
+    earlier: Sequence[Message] = ()
 
 
 @dataclass

@@ -35,6 +35,12 @@ has the value of each, `info["weight_<name>"]` its weight if that is not 1. <nam
 the colon, with the file's before it (first_accuracy, second_accuracy) where the functions of two
 files have the same. `info["row"]`: FILE:LINE of the row.
 
+`tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
+functions, and the public methods of an object that each episode has for itself. Its `reset` gets
+the row, and what it returns ends the prompt. Functions get these objects, `environments`, and each
+completion (of messages) has all that the policy and the tools said, in OpenAI's form; then they are
+called for each completion by itself, and `completion_ids` are those of the last answer.
+
 By default each prompt of an update is drawn from all rows, so that some come twice before others
 come once. `order=shuffled` goes through all rows in an order that the run's seed decides, each pass
 in another one; `order=data` in that of the file. Prompts that --filter-groups draws in place of
@@ -110,7 +116,8 @@ class Rewarded(Env):
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
     FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
     a response is right if this function, one of `reward` by its name or another one, returns as
-    much; `order`: of the rows in training."""
+    much; `order`: of the rows in training; `tools`: functions that the policy may call;
+    `environment`: a class as TRL's `environment_factory`, whose methods are tools."""
 
     main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
 
@@ -125,6 +132,8 @@ class Rewarded(Env):
         correct: str = "",
         threshold: float = 1.0,
         order: Order = "random",
+        tools: tuple[str, ...] = (),
+        environment: str = "",
     ):
         if not data or not reward:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
@@ -150,6 +159,12 @@ class Rewarded(Env):
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
         self.waits = all(map(inspect.iscoroutinefunction, functions))
         self.prompt, self.order = prompt, order
+        self.world = import_attribute(environment)() if environment else None
+        methods = inspect.getmembers(type(self.world), inspect.isfunction) if self.world else []
+        self.tools = [*map(import_attribute, tools)] + [
+            getattr(self.world, name) for name, _ in methods
+            if name not in ("reset", "get_reward") and not name.startswith("_")
+        ]  # fmt: skip
         self.train, self.test, self.columns = load(data, prompt, config, split)
 
     @classmethod
@@ -158,6 +173,10 @@ class Rewarded(Env):
 
     def reset(self, seed: int) -> list[Message]:
         self.row = draw(seed, self.train, self.test, self.order)
+        if self.world:
+            row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
+            if (seen := self.world.reset(**row)) is not None:  # it ends the prompt
+                self.row = self.row.with_prompt(self.prompt, seen)
         return _messages(self.row[self.prompt])
 
     def step(self, response: str) -> Step:
@@ -207,7 +226,8 @@ class Rewarded(Env):
         prompts = [env.row[first.prompt] for env in batch]
         completions: list[Any] = [
             response if isinstance(prompt, str)
-            else [{"role": "assistant", "content": response.removeprefix(prefill_of(prompt))}]
+            else [*getattr(response, "earlier", ()),
+                  {"role": "assistant", "content": response.removeprefix(prefill_of(prompt))}]
             for prompt, response in zip(prompts, responses, strict=True)
         ]  # fmt: skip
         columns = {key: [env.row.get(key) for env in batch] for key in first.columns}
@@ -227,6 +247,8 @@ class Rewarded(Env):
             "log_extra": log_extra,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }  # fmt: skip
+        if first.world:
+            arguments["environments"] = [env.world for env in batch]
         row = first.row if all(env.row is first.row for env in batch) else None
         returned = _call_all(first.functions, arguments, row)
         means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
@@ -267,7 +289,8 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
     """The spec of `rewarded` for rows and functions that Python has, not a file.
 
     `data`: a `datasets.Dataset`, or a list of dicts; `reward`: a function, or several; each may
-    also be a text as in a spec. `options`: the others of `rewarded`, such as weights=[1, 0.2].
+    also be a text as in a spec. `options`: the others of `rewarded`, such as weights=[1, 0.2] or
+    tools=[multiply].
     Raises UsageError if `data` is anything else.
     """
     if not isinstance(data, str):
@@ -283,23 +306,21 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
         OBJECTS[name], data = rows, f"python:{name}"
     given: dict[str, Callable[..., Any]] = {}
 
-    def named(function: Any) -> str:
-        if isinstance(function, str):
-            return function
-        name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+    def text(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return " ".join(map(text, value))
+        if not callable(value):
+            return str(value)
+        name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
         name = name if name.isidentifier() else "reward"  # of a lambda
-        while given.setdefault(name, function) != function:
+        while given.setdefault(name, value) != value:
             name += "_2"
         return f"python:{name}"
 
-    functions = reward if isinstance(reward, list | tuple) else [reward]
-    values = {"data": data, "reward": [*map(named, functions)]} | options
-    if "correct" in values:
-        values["correct"] = named(values["correct"])
+    values = {"data": data, "reward": reward} | options
+    spec = "rewarded:" + ",".join(f"{key}={text(value)}" for key, value in values.items())
     OBJECTS.update(given)
-    texts = {k: " ".join(map(str, v)) if isinstance(v, list | tuple) else v
-             for k, v in values.items()}  # fmt: skip
-    return "rewarded:" + ",".join(f"{key}={text}" for key, text in texts.items())
+    return spec
 
 
 def needs_main_thread(spec: EnvSpec) -> bool:
@@ -344,6 +365,17 @@ class Placed(Row):
     """A row, and its place: FILE:LINE, or of a data set NAME:NUMBER, from 1."""
 
     place = ""
+
+    def with_prompt(self, column: str, end: str) -> "Placed":
+        """The row whose prompt, in this column, ends with `end`, too."""
+        prompt = self[column]
+        if isinstance(prompt, str):
+            prompt += end
+        else:
+            prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + end}]
+        row = Placed(self | {column: prompt})
+        row.place = self.place
+        return row
 
 
 def draw(seed: int, train: list[Placed], test: list[Placed], order: Order = "random") -> Placed:
@@ -554,7 +586,8 @@ def _call_all(
     for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
         with _named(name, row):
             # a copy: it may change what it gets, which other functions and later updates need
-            own = copy.deepcopy(_accepted(function, arguments))
+            same = {id(world): world for world in arguments.get("environments", ())}
+            own = copy.deepcopy(_accepted(function, arguments), same)
             try:
                 returned[name] = function(**own)
             except TypeError as error:

@@ -20,6 +20,7 @@ from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, absolute, make
+from environments.plumbing.tools import ToolEnv, call_text
 
 FUNCTIONS = """
 import asyncio
@@ -607,6 +608,96 @@ def test_a_function_with_arguments_is_made_in_a_line_of_the_file():
     env.reset(0)
     with pytest.raises(RuntimeError, match=r"get_shorter: .* it makes reward functions"):
         env.step("a")
+
+
+COUNTER = """
+calls = []
+def multiply(a: int, b: int) -> int:
+    '''
+    Multiplies.
+
+    Args:
+        a: One number.
+        b: Another one.
+    '''
+    return a * b
+class Counter:
+    def __init__(self):
+        self.lock = __import__("threading").Lock()  # nothing copies it
+    def reset(self, start, **row):
+        self.count = start
+        return f" From {start}."
+    def add(self, by: int) -> str:
+        '''
+        Adds to the counter.
+
+        Args:
+            by: How much.
+        '''
+        self.count += by
+        return f"now {self.count}"
+    def get_reward(self):
+        return float(self.count)
+    def _hidden(self):
+        pass
+def own(environments, **columns):
+    return [environment.get_reward() for environment in environments]
+def used(prompts, completions, **columns):
+    calls.extend(completions)
+    assert prompts[0][-1]["content"] == f"Count. From {columns['start'][0]}."
+    return [sum(m["role"] == "tool" for m in c) / 10 for c in completions]
+"""
+
+
+def test_tools_and_an_environment_of_trl_go_with_functions_that_read_the_turns():
+    Path("counter.py").write_text(COUNTER)
+    message = {"role": "user", "content": "Count."}
+    write("starts.jsonl", [{"prompt": [message], "start": n} for n in range(20)])
+    spec = ("rewarded:data=starts.jsonl,reward=counter.py:own counter.py:used,"
+            "tools=counter.py:multiply,environment=counter.py:Counter")  # fmt: skip
+    env = make(spec)
+    assert isinstance(env, rewarded.Rewarded)
+    assert [tool.__name__ for tool in env.tools] == ["multiply", "add"]
+    game = ToolEnv(env)
+    [opening] = game.reset(5)
+    start = env.row["start"]
+    assert opening == message | {"content": f"Count. From {start}."}
+    asked = [call_text("add", by=2) + call_text("multiply", a=2, b=3), call_text("add", by=-1)]
+    for text in asked:
+        assert game.step(text).reward == 0.0
+    step = game.step("Done.")
+    assert step.done and step.reward == pytest.approx(start + 1 + 0.3)
+    assert step.info["reward_own"] == start + 1 and step.info["tool_calls"] == 3
+
+    def called(*names_and_arguments):
+        return [{"type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in names_and_arguments]  # fmt: skip
+
+    assert env.functions[1][1].__globals__["calls"] == [[
+        {"role": "assistant", "content": asked[0],
+         "tool_calls": called(("add", {"by": 2}), ("multiply", {"a": 2, "b": 3}))},
+        {"role": "tool", "name": "add", "content": f"now {start + 2}"},
+        {"role": "tool", "name": "multiply", "content": "6"},
+        {"role": "assistant", "content": asked[1], "tool_calls": called(("add", {"by": -1}))},
+        {"role": "tool", "name": "add", "content": f"now {start + 1}"},
+        {"role": "assistant", "content": "Done."},
+    ]]  # fmt: skip
+    game.reset(5)
+    assert game.step("Done.").reward == start  # nothing of the episode before
+
+
+def test_a_run_trains_on_tools_of_rewarded(command):
+    Path("counter.py").write_text(COUNTER)
+    message = {"role": "user", "content": "Count."}
+    write("starts.jsonl", [{"prompt": [message], "start": n} for n in range(20)])
+    env = ("rewarded:data=starts.jsonl,reward=counter.py:own,"
+           "tools=counter.py:multiply,environment=counter.py:Counter")  # fmt: skip
+    options = ["--num-prompts", 2, "--eval-num-tasks", 2, "--max-tokens", 4, "--num-updates", 1]
+    assert command("--env", env, *options, "--run-name", "tools")[0] == 0
+    rows = [json.loads(line) for line in Path("runs/tools/rollouts.jsonl").read_text().splitlines()]
+    starts = {f"Count. From {n}." for n in range(20)}
+    assert all(row["messages"][-2]["content"] in starts for row in rows)
+    assert rows[0]["tools"] == ["multiply", "add"]
 
 
 def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
