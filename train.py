@@ -72,6 +72,7 @@ from core.batching import (
     shape_rewards,
     to_tokens,
 )
+from core.faults import UsageError
 from core.loop.open import open_run, optimizer_for
 from core.loop.play import play
 from core.loop.reference import freeze_reference
@@ -79,6 +80,7 @@ from core.loop.run import Run, is_due
 from core.metrics import UpdateStats
 from core.scoring import predict, score_tokens
 from core.types import Rollout
+from environments import rewarded
 from environments.plumbing import registry
 
 
@@ -267,15 +269,20 @@ def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     return total
 
 
-def run(cfg: Config, env: Any = None) -> int:
+def run(cfg: Config, env: Any = None, **data: Any) -> int:
     """Trains with these settings, as a notebook wants it. Returns the exit code.
 
     `env`: an environment in place of `cfg.env`: a class, an object, which is copied for every
-    episode, or a function that returns a new one. To resume the run, call this again with it.
+    episode, or a function that returns a new one. Or `data`: rows, a `datasets.Dataset` or a list
+    of dicts, with `reward`, functions with TRL's signature, and other options of the environment
+    `rewarded`. To resume the run, call this again with the same.
     """
 
     def named(_: list[str]) -> Config:
-        return cfg if env is None else replace(cfg, env=(registry.name_object(env),))
+        if data and env is not None:
+            raise UsageError("give env= or data=, not both")
+        found = rewarded.of_objects(**data) if data else env
+        return cfg if found is None else replace(cfg, env=(registry.name_object(found),))
 
     return cli.run(main, [], named)
 

@@ -31,7 +31,7 @@ OTHER_NAMES = {
     "max_completion_length": "--max-tokens",
     "max_prompt_length": "--max-model-len, of prompt and answers together",
     "ds3_gather_for_generation": ONE_PROCESS,
-    "shuffle_dataset": "rows are drawn by --seed",
+    "shuffle_dataset": "--env rewarded:..,order=shuffled, or order=data for False",
     "pad_to_multiple_of": "there is no padding",
     "generation_batch_size": "--num-prompts, times --group-size",
     "steps_per_generation": "--num-minibatches",
@@ -149,8 +149,8 @@ OTHER_NAMES = {
     "lora_r": "--lora-rank",
     "quantization_config": "--quantize nf4",
     "load_in_4bit": "--quantize nf4",
-    "tools": "an environment has tools",
-    "environment_factory": "--env FILE.py:Class",
+    "tools": "--env rewarded:..,tools=FILE.py:function",
+    "environment_factory": "--env rewarded:..,environment=FILE.py:Class",
 }
 
 

@@ -46,12 +46,16 @@ def train_tasks(
     """The P tasks of an update, each G times in a row: [P·G]. Environments take turns.
 
     P is `num_prompts`, G `group_size`. A higher `attempt` draws other tasks for the same update.
+    Where an environment goes through its rows, seeds are their numbers: 0, 1, 2, .. from update 1.
     """
     rng = random.Random(derive_seed(seed, TASKS, update, attempt))
     tasks = []
     for group in range(num_prompts):
-        env = envs[(update * num_prompts + group) % len(envs)]
-        tasks += [Task(env, rng.choice(TRAIN_SEEDS), group)] * group_size
+        number = update * num_prompts + group
+        env, drawn = envs[number % len(envs)], rng.choice(TRAIN_SEEDS)
+        if not attempt and rewarded.is_in_order(env):
+            drawn = TRAIN_SEEDS[(number - num_prompts) // len(envs)]
+        tasks += [Task(env, drawn, group)] * group_size
     return tasks
 
 

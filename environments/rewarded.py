@@ -10,7 +10,8 @@ All completions that a
 rank samples at the same time are a batch; in training, groups lie side by side. Each function is
 called once for a batch. It receives lists of its own, of the columns too (None where a row has no
 value), and returns a list with one number for each completion, or None or NaN where it does not
-apply:
+apply. A prompt may end with a message of the assistant, which the policy continues: it is in the
+prompt and, as in TRL, not in the completion:
 
     def accuracy(prompts, completions, answer, **columns):
         return [float(a in text) for text, a in zip(completions, answer)]
@@ -23,9 +24,10 @@ cost only their own episodes. EnvFailure, anything but such a list, or only None
 for all completions fails every episode of the batch.
 
 As in TRL, a function may also ask for `completion_ids`, the sampled tokens of each completion;
-`trainer_state`, whose `global_step` of `max_steps` updates are complete; `log_extra(column,
-values)`, which adds one value to the info of each completion; and `log_metric(name, value)`, which
-adds the mean of the values that the functions log to the info of all.
+`trainer_state`, whose `global_step` of `max_steps` updates are complete, after `epoch` passes over
+as many prompts as there are rows for training; `log_extra(column, values)`, which adds one value to
+the info of each completion; and `log_metric(name, value)`, which adds the mean of the values that
+the functions log to the info of all.
 
 Reward: the sum of weight times value over the functions that apply. A completion to which none
 applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
@@ -34,6 +36,17 @@ function of `correct` that is none of `reward` adds nothing to the reward. `info
 has the value of each, `info["weight_<name>"]` its weight if that is not 1. <name> is what follows
 the colon, with the file's before it (first_accuracy, second_accuracy) where the functions of two
 files have the same. `info["row"]`: FILE:LINE of the row.
+
+`tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
+functions, and the public methods of an object that each episode has for itself. Its `reset` gets
+the row, and what it returns ends the prompt. Functions get these objects, `environments`, and each
+completion (of messages) has all that the policy and the tools said, in OpenAI's form; then they are
+called for each completion by itself, and `completion_ids` are those of the last answer.
+
+By default each prompt of an update is drawn from all rows, so that some come twice before others
+come once. `order=shuffled` goes through all rows in an order that the run's seed decides, each pass
+in another one; `order=data` in that of the file. Prompts that --filter-groups draws in place of
+others are drawn from all rows.
 
 Of equal rows only the first one is kept. One prompt in eight is reserved for evaluation, decided by
 its text, or one row in eight if all have the same prompt; where that leaves none for one of both,
@@ -52,15 +65,17 @@ import random
 import reprlib
 import statistics
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from environments.base import (
     EVAL_SEEDS,
+    TRAIN_SEEDS,
     Env,
     EnvFailure,
     Message,
@@ -70,10 +85,10 @@ from environments.base import (
     UsageError,
     is_held_out,
 )
-from environments.parsing import user
+from environments.parsing import prefill_of, user
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_hub, read_jsonl
-from environments.plumbing.registry import EnvSpec, find_file, import_attribute, make
+from environments.plumbing.registry import OBJECTS, EnvSpec, find_file, import_attribute, make
 
 RUN = RunInfo((), ())  # that of this process; without one all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
@@ -85,11 +100,16 @@ class TrainerState:
 
     global_step: int = 0  # updates that are complete
     max_steps: int = 0  # --num-updates
+    epoch: float = 0.0  # prompts drawn until then / rows for training
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state has global_step, max_steps and epoch, no {name}")
 
 
 OF_TEXTS = ("as the prompts are texts, each completion is one: for completion[0]['content'] make "
             "each prompt a list of messages")  # fmt: skip
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+Order = Literal["random", "shuffled", "data"]
 Source = tuple[str, str, str, str]  # data, config, split, and the column with the prompt
 
 
@@ -99,7 +119,9 @@ class Rewarded(Env):
     FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
     a response is right if this function, one of `reward` by its name or another one, returns as
     much; `raw`: a prompt that is a text is tokenized as it is, without the chat template; `name`:
-    of this environment, in titles and metrics."""
+    of this environment, in titles and metrics; `order`: of the rows in training; `tools`: functions
+    that the policy may call; `environment`: a class as TRL's `environment_factory`, whose methods
+    are tools."""
 
     main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
 
@@ -115,6 +137,9 @@ class Rewarded(Env):
         threshold: float = 1.0,
         raw: bool = False,
         name: str = "",
+        order: Order = "random",
+        tools: tuple[str, ...] = (),
+        environment: str = "",
     ):
         if not data or not reward:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
@@ -141,7 +166,13 @@ class Rewarded(Env):
         self.correct, self.threshold = names[reward.index(own[0]) if own else 0], threshold
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
         self.waits = all(map(inspect.iscoroutinefunction, functions))
-        self.prompt, self.raw = prompt, raw
+        self.prompt, self.order, self.raw = prompt, order, raw
+        self.world = import_attribute(environment)() if environment else None
+        methods = inspect.getmembers(type(self.world), inspect.isfunction) if self.world else []
+        self.tools = [*map(import_attribute, tools)] + [
+            getattr(self.world, name) for name, _ in methods
+            if name not in ("reset", "get_reward") and not name.startswith("_")
+        ]  # fmt: skip
         self.train, self.test, self.columns = load(data, prompt, config, split)
 
     @classmethod
@@ -149,7 +180,11 @@ class Rewarded(Env):
         begin_run(info)
 
     def reset(self, seed: int) -> list[Message]:
-        self.row = draw(seed, self.train, self.test)
+        self.row = draw(seed, self.train, self.test, self.order)
+        if self.world:
+            row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
+            if (seen := self.world.reset(**row)) is not None:  # it ends the prompt
+                self.row = self.row.with_prompt(self.prompt, seen)
         return _messages(self.row[self.prompt], self.raw)
 
     def step(self, response: str) -> Step:
@@ -198,9 +233,11 @@ class Rewarded(Env):
         first = batch[0]
         prompts = [env.row[first.prompt] for env in batch]
         completions: list[Any] = [
-            response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
+            response if isinstance(prompt, str)
+            else [*getattr(response, "earlier", ()),
+                  {"role": "assistant", "content": response.removeprefix(prefill_of(prompt))}]
             for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        ]  # fmt: skip
         columns = {key: [env.row.get(key) for env in batch] for key in first.columns}
         if first.prompt != "prompt":  # a function may know it by the name that the data gives it
             columns[first.prompt] = prompts
@@ -214,10 +251,12 @@ class Rewarded(Env):
         arguments = {
             **columns, "prompts": prompts, "completions": completions,
             "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
-            "trainer_state": TrainerState(RUN.updates_done, RUN.num_updates),
+            "trainer_state": TrainerState(RUN.updates_done, RUN.num_updates, passes()),
             "log_extra": log_extra,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }  # fmt: skip
+        if first.world:
+            arguments["environments"] = [env.world for env in batch]
         row = first.row if all(env.row is first.row for env in batch) else None
         returned = _call_all(first.functions, arguments, row)
         means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
@@ -254,6 +293,44 @@ class Rewarded(Env):
         return Step(None, sum(applied), True, place | logged | {"correct": correct} | info)
 
 
+def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
+    """The spec of `rewarded` for rows and functions that Python has, not a file.
+
+    `data`: a `datasets.Dataset`, or a list of dicts; `reward`: a function, or several; each may
+    also be a text as in a spec. `options`: the others of `rewarded`, such as weights=[1, 0.2] or
+    tools=[multiply].
+    Raises UsageError if `data` is anything else.
+    """
+    if not isinstance(data, str):
+        try:
+            rows = [*map(dict, data)] if len(data) else []
+        except (TypeError, ValueError):
+            raise UsageError(
+                "data=: give a datasets.Dataset or a list of dicts; of a DatasetDict one part, as "
+                'data["train"], of a DataFrame data.to_dict("records")'
+            ) from None
+        # the same rows have the same name in a later call, which resumes the run
+        name = f"rows_{zlib.crc32(json.dumps(rows, default=repr).encode()):08x}"
+        OBJECTS[name], data = rows, f"python:{name}"
+    given: dict[str, Callable[..., Any]] = {}
+
+    def text(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return " ".join(map(text, value))
+        if not callable(value):
+            return str(value)
+        name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
+        name = name if name.isidentifier() else "reward"  # of a lambda
+        while given.setdefault(name, value) != value:
+            name += "_2"
+        return f"python:{name}"
+
+    values = {"data": data, "reward": reward} | options
+    spec = "rewarded:" + ",".join(f"{key}={text(value)}" for key, value in values.items())
+    OBJECTS.update(given)
+    return spec
+
+
 def needs_main_thread(spec: EnvSpec) -> bool:
     """Whether the main thread has to call an environment; not if its functions are all async, as
     these run in the event loop's thread."""
@@ -270,6 +347,14 @@ def begin_run(info: RunInfo) -> None:
     RUN = info
     for cached in CACHED:
         cached.cache_clear()
+
+
+def passes() -> float:
+    """How often the run has drawn as many prompts as its data has rows for training."""
+    own = [spec for spec in map(EnvSpec.read, RUN.train_envs) if spec.name == "rewarded"]
+    rows = sum(len(_load(spec)[0]) for spec in own)
+    share = len(own) / max(1, len(RUN.train_envs))
+    return RUN.updates_done * RUN.num_prompts * share / rows if rows else 0.0
 
 
 def sources(specs: Sequence[str]) -> set[Source]:
@@ -289,12 +374,39 @@ class Placed(Row):
 
     place = ""
 
+    def with_prompt(self, column: str, end: str) -> "Placed":
+        """The row whose prompt, in this column, ends with `end`, too."""
+        prompt = self[column]
+        if isinstance(prompt, str):
+            prompt += end
+        else:
+            prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + end}]
+        row = Placed(self | {column: prompt})
+        row.place = self.place
+        return row
 
-def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
-    """The row of a seed; those of evaluation in their order, each once."""
+
+def draw(seed: int, train: list[Placed], test: list[Placed], order: Order = "random") -> Placed:
+    """The row of a seed; those of evaluation in their order, each once. `order`: of the others; but
+    for random ones, the first seeds for training are the first pass over the rows, and so on."""
     if seed in EVAL_SEEDS:
         return test[(seed - EVAL_SEEDS.start) % len(test)]
-    return random.Random(seed).choice(train)
+    if order == "random" or seed not in TRAIN_SEEDS:
+        return random.Random(seed).choice(train)
+    done, place = divmod(seed - TRAIN_SEEDS.start, len(train))
+    return train[place if order == "data" else shuffled(RUN.seed, done, len(train))[place]]
+
+
+@functools.lru_cache(maxsize=2)  # an update may end one pass and begin the next
+def shuffled(seed: int, done: int, count: int) -> list[int]:
+    """The order of `count` rows, after `done` passes over them, in a run with this seed."""
+    return random.Random(f"{seed} {done}").sample(range(count), count)
+
+
+def is_in_order(spec: str | EnvSpec) -> bool:
+    """Whether the environment goes through its rows: then its seeds for training are 0, 1, 2, .."""
+    spec = EnvSpec.read(spec)
+    return spec.name == "rewarded" and spec.values["order"] != "random"
 
 
 @functools.cache  # a run needs all its data until its end
@@ -360,8 +472,12 @@ def read(
     row has no prompt, or a column that tells rows apart is no JSON.
     """
     path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
-    lines = data.endswith((".jsonl", ".json"))
-    rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
+    if data.startswith("python:"):
+        rows = [*enumerate(import_attribute(data), 1)]
+    elif data.endswith((".jsonl", ".json")):
+        rows = read_jsonl(path)
+    else:
+        rows = [*enumerate(read_hub(path, config or None, split), 1)]
     unique: dict[str, tuple[str, Placed]] = {}
     empty: list[int] = []  # rows without a prompt
     for number, row in rows:
@@ -412,8 +528,7 @@ def num_held_out(spec: EnvSpec) -> int:
     """The number of rows for evaluation of an environment with data; no limit for any other."""
     if spec.name not in ("rewarded", "agent"):
         return sys.maxsize
-    o = spec.values
-    return len(load(o["data"], o.get("prompt", ""), o["config"], o["split"])[1])
+    return len(_load(spec)[1])
 
 
 def what_is_right(spec: EnvSpec) -> str:
@@ -430,9 +545,8 @@ def what_is_right(spec: EnvSpec) -> str:
 
 def texts_of(spec: EnvSpec) -> Iterator[str]:
     """The prompts of the data that are texts."""
-    o = spec.values
-    train, test, _ = load(o["data"], o["prompt"], o["config"], o["split"])
-    return (row[o["prompt"]] for row in (*train, *test) if isinstance(row[o["prompt"]], str))
+    (train, test, _), prompt = _load(spec), spec.values["prompt"]
+    return (row[prompt] for row in (*train, *test) if isinstance(row[prompt], str))
 
 
 def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], length: int) -> str:
@@ -444,7 +558,7 @@ def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], lengt
     Raises UsageError if that leaves none.
     """
     o = spec.values
-    train, test, _ = load(o["data"], o["prompt"], o["config"], o["split"])
+    train, test, _ = _load(spec)
     rendered: dict[str, int] = {}  # what messages are like: the number of tokens of the first ones
     refused: dict[int, str] = {}  # id of a row: why
     for row in [*train, *test]:
@@ -468,6 +582,11 @@ def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], lengt
     return f"{found}; {reason}"
 
 
+def _load(spec: EnvSpec) -> tuple[list[Placed], list[Placed], list[str]]:
+    o = spec.values
+    return load(o["data"], o.get("prompt", ""), o["config"], o["split"])
+
+
 def _messages(prompt: str | list[Message], raw: bool = False) -> list[Message]:
     if raw and isinstance(prompt, str):
         return [{"role": "raw", "content": prompt}]
@@ -483,7 +602,8 @@ def _call_all(
     for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
         with _named(name, row):
             # a copy: it may change what it gets, which other functions and later updates need
-            own = copy.deepcopy(_accepted(function, arguments))
+            same = {id(world): world for world in arguments.get("environments", ())}
+            own = copy.deepcopy(_accepted(function, arguments), same)
             try:
                 returned[name] = function(**own)
             except TypeError as error:
@@ -507,6 +627,9 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
 def _numbers(returned: Any, count: int) -> list[float | None]:
     """What a function returned, as `count` numbers; raises if it is anything else."""
     wanted = f"not a list of {count} numbers, one for each completion"
+    if callable(returned):
+        raise TypeError("it returned a function, so it makes reward functions: write `made = ..`, "
+                        "a call of it, in its file, and name made")  # fmt: skip
     if isinstance(returned, str | bytes | dict | set) or not isinstance(returned, Iterable):
         raise TypeError(f"it returned {returned!r:.50}, {wanted}")
     rewards = list(returned)

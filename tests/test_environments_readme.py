@@ -3,16 +3,19 @@
 import json
 import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+import train
 from core import config
 from core.algorithm import algorithm_names, options_of
 from core.other_names import OTHER_NAMES
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, list_envs, make
+from environments.plumbing.tools import ToolEnv, call_text
 
 TEMPLATE = Path(__file__).parent.parent / "environments/template.py"
 README = (Path(__file__).parent.parent / "environments/README.md").read_text()
@@ -112,6 +115,35 @@ def test_the_rubric_for_those_who_come_from_verifiers_scores(command):
     assert env.step(answer).reward == 1.0 and env.step(f"{answer}!").reward == 0.0
 
 
+def test_the_rows_and_functions_of_a_notebook_are_trained_on(command, monkeypatch):
+    runs = []
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "run", lambda cfg, **data: runs.append((cfg, data)))
+        exec(block("of_objects"), {})
+    small = {"max_tokens": 4, "num_prompts": 2, "group_size": 2, "eval_num_tasks": 2}
+    for cfg, data in runs:
+        cfg = replace(cfg, num_updates=1, microscope=0, device="cpu", **small)
+        assert train.run(cfg, **data) == 0
+    assert Path("runs/sums").exists() and len(runs) == 2
+
+
+def test_the_environment_for_those_who_come_from_trl_counts(command):
+    message = {"role": "user", "content": "Count up with the tool."}
+    rows(40, prompt=lambda i: [message], goal=lambda i: i + 3)
+    Path("counting.py").write_text(block("class Counter"))
+    env = make("rewarded:data=rows.jsonl,reward=counting.py:reached counting.py:few_calls,"
+               "environment=counting.py:Counter")  # fmt: skip
+    game = ToolEnv(env)
+    [opening] = game.reset(5)
+    goal = env.row["goal"]
+    assert opening["content"] == f"Count up with the tool. To {goal}, please."
+    assert game.step(call_text("add", by=goal - 1)).messages == [
+        {"role": "tool", "content": f"It is {goal - 1}."}
+    ]
+    game.step(call_text("add", by=1))
+    assert game.step("There.").reward == pytest.approx(0.8)
+
+
 def test_each_name_of_trl_is_a_flag_or_has_advice_that_names_one():
     trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
     usual = {field.name for field in fields(transformers.TrainingArguments)}
@@ -124,6 +156,16 @@ def test_each_name_of_trl_is_a_flag_or_has_advice_that_names_one():
     for name, advice in OTHER_NAMES.items():
         assert name not in known, name  # it would never be read
         assert {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", advice)} <= flags, name
+
+
+def test_the_page_for_those_who_come_from_trl_names_each_field_of_its_own():
+    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
+    usual = {field.name for field in fields(transformers.TrainingArguments)}
+    page = README.partition("### From TRL")[2].partition("\n### ")[0]
+    named = re.findall(r"`(\w+\*?)(?:=[^`]*)?`", page)
+    missing = [field.name for field in fields(trl.GRPOConfig) if field.name not in usual
+               and not any(fnmatch(field.name, name) for name in named)]  # fmt: skip
+    assert not missing
 
 
 def test_the_table_for_those_who_come_from_trl_has_the_defaults_of_both():

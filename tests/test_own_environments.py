@@ -498,6 +498,57 @@ def test_two_runs_in_one_process_come_one_after_the_other(place, capsys):
     assert train.run(settings(run_name="inner")) == 0
 
 
+def test_rows_and_reward_functions_are_given_as_objects_of_python(place, capsys):
+    rows, calls = [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(20)], []
+
+    def length(least):
+        def brief(completions, answer, **columns):
+            calls.append(answer)
+            return [max(least, 1 - len(text) / 9) for text in completions]
+
+        return brief
+
+    class Judge:
+        def __call__(self, completions, **columns):
+            return [0.5] * len(completions)
+
+    functions = [
+        length(0.5),
+        length(0.75),
+        Judge(),
+        lambda completions: [0.25 for _ in completions],
+    ]
+    options = {"reward": functions, "weights": [1, 0, 2, 4], "correct": functions[2]}
+    options |= {"threshold": 0.5}
+    assert train.run(settings(run_name="given"), data=rows, **options) == 0
+    assert {answer for batch in calls for answer in batch} <= {row["answer"] for row in rows}
+    [spec] = yaml.safe_load(Path("runs/given/config.yaml").read_text())["env"]
+    name = spec.partition("data=")[2].partition(",")[0]
+    assert spec == (f"rewarded:data={name},reward=python:brief python:brief_2 python:Judge "
+                    "python:reward,weights=1 0 2 4,correct=python:Judge,threshold=0.5")  # fmt: skip
+    info = json.loads(Path("runs/given/rollouts.jsonl").read_text().splitlines()[0])["info"]
+    assert info["reward_Judge"] == 0.5 and info["correct"] and info["reward_brief_2"] >= 0.75
+
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(rows)  # the same rows
+    again = Config(resume="runs/given", num_updates=2)
+    assert train.run(again, data=data, **options) == 0
+    assert read_records(Path("runs/given/metrics.jsonl"))[-1]["update"] == 2
+    capsys.readouterr()
+    registry.OBJECTS.clear()  # as another Python
+    assert train.run_command(["--resume", "runs/given", "--num-updates", "3"]) == 2
+    assert "give it again, train.run(.., data=.., reward=..)" in capsys.readouterr().err
+
+    for wrong in (datasets.DatasetDict(train=data), iter(rows), 5, None):
+        assert train.run(settings(), data=wrong, reward=functions) == 2
+        err = capsys.readouterr().err
+        assert "give a datasets.Dataset or a list of dicts" in err and err.count("\n") == 1
+    assert train.run(settings(), data=rows) == 2
+    assert "set data=FILE.jsonl and reward=" in capsys.readouterr().err
+    assert train.run(settings(), env=Turns, data=rows, reward=functions) == 2
+    assert "env= or data=, not both" in capsys.readouterr().err
+
+
 def test_what_is_no_environment_is_refused_in_one_line(capsys):
     assert train.run(settings(), env=5) == 2
     err = capsys.readouterr().err

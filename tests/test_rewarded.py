@@ -17,12 +17,13 @@ from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.files.log import read_records
 from core.sampler import SamplingParams
-from core.tasks import Task, eval_tasks
+from core.tasks import Task, eval_tasks, train_tasks
 from core.tiny import PRETRAINED, write_tiny
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
 from environments.plumbing.check import check_env
-from environments.plumbing.registry import absolute, make
+from environments.plumbing.registry import EnvSpec, absolute, make
+from environments.plumbing.tools import ToolEnv, call_text
 
 FUNCTIONS = """
 import asyncio
@@ -69,6 +70,11 @@ class Longest:
     def __call__(self, completions, **columns):
         return [float(text == max(completions, key=len)) for text in completions]
 longest = Longest()
+def get_shorter(max_len=4, least=0.0):
+    def shorter(completions, **columns):
+        return [max(least, 1 - len(text) / max_len) for text in completions]
+    return shorter
+shorter_than_10 = get_shorter(max_len=10, least=0.5)
 first_letter = lambda completions: [float(text[:1] == "a") for text in completions]
 def needs(completions, wanted):
     return [1.0]
@@ -259,6 +265,32 @@ def test_an_evaluation_asks_each_row_of_the_data_once():
     assert len(tasks) == len(env.test) + 256
 
 
+@pytest.mark.parametrize("others", [[], ["snake"]])
+def test_a_run_may_go_through_the_rows_in_their_order_or_shuffled(others):
+    used = [row["prompt"] for row in ROWS if not is_held_out(row["prompt"])]
+    updates = range(1, 1 + 2 * len(used))
+
+    def drawn(order, seed=0):
+        """The prompts of two passes over the rows, with 3 and with 4 prompts in an update."""
+        spec = f"rewarded:data=rows.jsonl,reward=rewards.py:zero,order={order}"
+        rewarded.begin_run(RunInfo([spec], [spec], seed=seed))
+        env, found = make(spec), []
+        for num_prompts in (3, 4):
+            envs = [EnvSpec.read(e) for e in [spec, *others]]
+            tasks = [t for u in updates for t in train_tasks(envs, seed, u, num_prompts, 1)]
+            seeds = [task.seed for task in tasks if str(task.env) == spec]
+            found.append(prompts_of(env, seeds)[: 2 * len(used)])
+        return found
+
+    assert drawn("data") == [used * 2] * 2
+    [first, again] = drawn("shuffled")
+    assert first == again and drawn("shuffled", seed=1)[0] != first
+    passes = first[: len(used)], first[len(used) :]
+    assert [sorted(each) for each in passes] == [sorted(used)] * 2 and passes[0] != passes[1]
+    assert passes[0] != used
+    assert len({*drawn("random")[0][: len(used)]}) < len(used)
+
+
 @pytest.mark.parametrize("answer, others, is_said", [
     ("{n}", 0, True), ("The answer is", 0, False), ("{n}", 20, False),
 ])  # fmt: skip
@@ -271,6 +303,24 @@ def test_conversations_that_contain_their_answers_are_said_to_be_for_sft(
     write("chats.jsonl", [{"prompt": row} for row in rows])
     make("rewarded:data=chats.jsonl,reward=rewards.py:two")
     assert ("this is data for SFT" in capsys.readouterr().err) == is_said
+
+
+def test_a_completion_has_what_was_sampled_without_the_prefill(policy):
+    Path("prefill.py").write_text(
+        "calls = []\n"
+        "def f(prompts, completions, completion_ids):\n"
+        "    calls.append((prompts, completions, completion_ids))\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    user = {"role": "user", "content": "Count."}
+    begun = {"role": "assistant", "content": "<think>One"}
+    write("begun.jsonl", [{"prompt": [user, begun]}])
+    rollouts, module = play(policy, "prefill.py:f", data="begun.jsonl")
+    [(prompts, completions, ids)] = module["calls"]
+    assert prompts == [[user, begun]] * 3
+    assert completions == [[{"role": "assistant", "content": text}] for text in "abc"]
+    assert ids == [r.turns[0].completion_ids for r in rollouts]
+    assert [r.messages[-1]["content"] for r in rollouts] == [f"<think>One{text}" for text in "abc"]
 
 
 def test_a_prompt_of_messages_has_a_completion_of_messages():
@@ -528,9 +578,9 @@ class Letters(Scripted):
         return replace(super().complete(request), text="abcdefgh"[self.answered - 1])
 
 
-def play(policy, reward, others=(), seeds=(1, 1, 2), **options):
+def play(policy, reward, others=(), seeds=(1, 1, 2), data="rows.jsonl", **options):
     """Rollouts of one batch, and the reward function's module."""
-    spec = f"rewarded:data=rows.jsonl,reward={reward}"
+    spec = f"rewarded:data={data},reward={reward}"
     collector = RolloutCollector(policy, 1, **options)
     tasks = [Task(spec, seed, seed) for seed in seeds] + [Task(env, 0, 9) for env in others]
     rollouts = collector.collect(tasks, Letters(policy), SamplingParams(4))
@@ -603,6 +653,108 @@ def test_check_finds_a_function_that_handles_only_the_first_completion(name, fou
     assert any(line.startswith(found) for line in report.lines())
 
 
+def test_a_function_with_arguments_is_made_in_a_line_of_the_file():
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:shorter_than_10")
+    env.reset(0)
+    assert [env.step("a" * n).reward for n in (1, 9)] == [0.9, 0.5]
+    with pytest.raises(UsageError, match=r"write `made = get_shorter\(max_len=9\)` in it"):
+        make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter(max_len=9)")
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter")
+    env.reset(0)
+    with pytest.raises(RuntimeError, match=r"get_shorter: .* it makes reward functions"):
+        env.step("a")
+
+
+COUNTER = """
+calls = []
+def multiply(a: int, b: int) -> int:
+    '''
+    Multiplies.
+
+    Args:
+        a: One number.
+        b: Another one.
+    '''
+    return a * b
+class Counter:
+    def __init__(self):
+        self.lock = __import__("threading").Lock()  # nothing copies it
+    def reset(self, start, **row):
+        self.count = start
+        return f" From {start}."
+    def add(self, by: int) -> str:
+        '''
+        Adds to the counter.
+
+        Args:
+            by: How much.
+        '''
+        self.count += by
+        return f"now {self.count}"
+    def get_reward(self):
+        return float(self.count)
+    def _hidden(self):
+        pass
+def own(environments, **columns):
+    return [environment.get_reward() for environment in environments]
+def used(prompts, completions, **columns):
+    calls.extend(completions)
+    assert prompts[0][-1]["content"] == f"Count. From {columns['start'][0]}."
+    return [sum(m["role"] == "tool" for m in c) / 10 for c in completions]
+"""
+
+
+def test_tools_and_an_environment_of_trl_go_with_functions_that_read_the_turns():
+    Path("counter.py").write_text(COUNTER)
+    message = {"role": "user", "content": "Count."}
+    write("starts.jsonl", [{"prompt": [message], "start": n} for n in range(20)])
+    spec = ("rewarded:data=starts.jsonl,reward=counter.py:own counter.py:used,"
+            "tools=counter.py:multiply,environment=counter.py:Counter")  # fmt: skip
+    env = make(spec)
+    assert isinstance(env, rewarded.Rewarded)
+    assert [tool.__name__ for tool in env.tools] == ["multiply", "add"]
+    game = ToolEnv(env)
+    [opening] = game.reset(5)
+    start = env.row["start"]
+    assert opening == message | {"content": f"Count. From {start}."}
+    asked = [call_text("add", by=2) + call_text("multiply", a=2, b=3), call_text("add", by=-1)]
+    for text in asked:
+        assert game.step(text).reward == 0.0
+    step = game.step("Done.")
+    assert step.done and step.reward == pytest.approx(start + 1 + 0.3)
+    assert step.info["reward_own"] == start + 1 and step.info["tool_calls"] == 3
+
+    def called(*names_and_arguments):
+        return [{"type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in names_and_arguments]  # fmt: skip
+
+    assert env.functions[1][1].__globals__["calls"] == [[
+        {"role": "assistant", "content": asked[0],
+         "tool_calls": called(("add", {"by": 2}), ("multiply", {"a": 2, "b": 3}))},
+        {"role": "tool", "name": "add", "content": f"now {start + 2}"},
+        {"role": "tool", "name": "multiply", "content": "6"},
+        {"role": "assistant", "content": asked[1], "tool_calls": called(("add", {"by": -1}))},
+        {"role": "tool", "name": "add", "content": f"now {start + 1}"},
+        {"role": "assistant", "content": "Done."},
+    ]]  # fmt: skip
+    game.reset(5)
+    assert game.step("Done.").reward == start  # nothing of the episode before
+
+
+def test_a_run_trains_on_tools_of_rewarded(command):
+    Path("counter.py").write_text(COUNTER)
+    message = {"role": "user", "content": "Count."}
+    write("starts.jsonl", [{"prompt": [message], "start": n} for n in range(20)])
+    env = ("rewarded:data=starts.jsonl,reward=counter.py:own,"
+           "tools=counter.py:multiply,environment=counter.py:Counter")  # fmt: skip
+    options = ["--num-prompts", 2, "--eval-num-tasks", 2, "--max-tokens", 4, "--num-updates", 1]
+    assert command("--env", env, *options, "--run-name", "tools")[0] == 0
+    rows = [json.loads(line) for line in Path("runs/tools/rollouts.jsonl").read_text().splitlines()]
+    starts = {f"Count. From {n}." for n in range(20)}
+    assert all(row["messages"][-2]["content"] in starts for row in rows)
+    assert rows[0]["tools"] == ["multiply", "add"]
+
+
 def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
     Path("second.py").write_text("def longest(completions): return [0.25] * len(completions)")
     reward = "rewards.py:halved rewards.py:longest second.py:longest rewards.py:first_letter"
@@ -641,6 +793,20 @@ def test_a_run_tells_functions_how_many_updates_are_complete(command, place):
     assert command("--env", env, "--num-updates", 3, *options)[0] == 0
     # evaluation, updates 1 and 2, evaluation, update 3, evaluation
     assert [line[0] for line in Path("log").read_text().splitlines()] == [*"001223"]
+
+
+def test_functions_read_how_many_passes_over_the_rows_are_complete():
+    spec = "rewarded:data=rows.jsonl,reward=rewards.py:zero"
+    rows = sum(not is_held_out(row["prompt"]) for row in ROWS)  # for training
+    found = []
+    for envs in ([spec], [spec, "snake"]):
+        rewarded.begin_run(RunInfo(envs, envs, 9, updates_done=3, num_prompts=4))
+        found.append(rewarded.passes())
+    assert found == [12 / rows, 6 / rows]
+    rewarded.begin_run(RunInfo((), (), 9, 3, 4))
+    assert rewarded.passes() == 0.0  # no run draws from the data
+    with pytest.raises(AttributeError, match="global_step, max_steps and epoch, no log_history"):
+        rewarded.TrainerState().log_history  # noqa: B018
 
 
 def test_a_file_cannot_change_the_settings_of_pytorch():

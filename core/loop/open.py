@@ -154,12 +154,12 @@ def prepare(cfg: Config) -> tuple[Config, RunInfo]:
     """
     cfg = config.resolve(cli.complete(cfg))
     config.validate(cfg)
-    info = RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)], cfg.num_updates)
+    train_envs, eval_envs = ([*map(str, envs)] for envs in (cfg.env, cfg.eval_env or cfg.env))
+    info = RunInfo(train_envs, eval_envs, cfg.num_updates, 0, cfg.num_prompts, cfg.seed)
     begin_run(info)  # before any other use: it says which rows of data sets are held out
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
-    train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if cfg.sft_steps:
-        tasks.check_demonstrations(train_envs)
+        tasks.check_demonstrations(tasks.training_envs(cfg.env, cfg.train_difficulty))
     return cfg, info
 
 

@@ -86,6 +86,7 @@ NOT_OWN = (  # code in which a user does not look for the cause of an error
     *(os.path.join(HERE, f"{name}.py") for name in ("base", "math_qa", "rewarded")),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
+OBJECTS: dict[str, Any] = {}  # what python:NAME means, such as the rows of a notebook
 FOLDERS = set[str]()  # of the user's files that were imported by their path
 IMPORTING = threading.RLock()  # held while a file is imported: no other thread may see half of it
 
@@ -219,8 +220,10 @@ class EnvSpec:
 
     @property
     def only_in_python(self) -> bool:
-        """Whether only this Python has it (`register`, `name_object`), so no command finds it."""
-        return not isinstance(ENVIRONMENTS.get(self.name, ""), str)
+        """Whether only this Python has it (`register`, `name_object`) or what it names (`OBJECTS`),
+        so no command finds it."""
+        is_own = self.name == "rewarded" and "python:" in " ".join(self.options.values())
+        return is_own or not isinstance(ENVIRONMENTS.get(self.name, ""), str)
 
     @cached_property  # the file of a run may change or go
     def constructor(self) -> Constructor:
@@ -419,13 +422,20 @@ def meanings(specs: Iterable[str | EnvSpec], trust: bool = False) -> dict[str, s
 
 
 def import_attribute(name: str) -> Any:
-    """Returns what FILE.py:NAME, module:NAME or FOLDER/module:NAME names. Raises UsageError."""
+    """Returns what FILE.py:NAME, module:NAME or FOLDER/module:NAME names, or python:NAME, which is
+    in OBJECTS. Raises UsageError."""
     source, _, attribute = name.rpartition(":")
+    if source == "python":
+        if attribute not in OBJECTS:
+            raise UsageError(f"{name} is an object that this Python does not have: give it again, "
+                             "train.run(.., data=.., reward=..)")  # fmt: skip
+        return OBJECTS[attribute]
     if not source or attribute.endswith(".py"):
         raise UsageError(f"{name} names no class or function: write FILE.py:NAME")
     module = import_source(source)
     if not hasattr(module, attribute):
-        raise UsageError(f"{short_path(source, 1)} has no {attribute}")
+        hint = f": write `made = {attribute}` in it, and name made" if "(" in attribute else ""
+        raise UsageError(f"{short_path(source, 1)} has no {attribute}{hint}")
     return getattr(module, attribute)
 
 

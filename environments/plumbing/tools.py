@@ -26,7 +26,16 @@ from typing import Any, NamedTuple
 from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
-from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError, as_multi
+from environments.base import (
+    Env,
+    EnvFailure,
+    Message,
+    MultiAgentEnv,
+    Response,
+    Step,
+    UsageError,
+    as_multi,
+)
 from environments.plumbing import event_loop
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -227,6 +236,7 @@ class ToolEnv(Env):
         self.tools, self.schemas = self.env.tools, schemas(self.env)
         self.waits = self.waits or any(map(inspect.iscoroutinefunction, self.tools))
         self.num_calls, self.num_errors = 0, 0
+        self.earlier: list[Any] = []  # responses with calls, and their results
         self.info: dict[str, Any] = {"correct": False}
         return messages
 
@@ -234,7 +244,9 @@ class ToolEnv(Env):
         """Runs the calls of the response; passes one without a call to the environment."""
         calls = self.read_calls(response) if self.schemas else []
         if not calls:
-            step = self.env.step(response)
+            answer = Response(response)
+            answer.token_ids, answer.earlier = getattr(response, "token_ids", ()), self.earlier
+            step = self.env.step(answer)
             if self.schemas and isinstance(step, Step) and isinstance(step.info, dict):
                 self.info = step.info or self.info
                 step = replace(step, info=self.info | self._counts())
@@ -247,6 +259,11 @@ class ToolEnv(Env):
             self.num_calls += 1
             self.num_errors += text.startswith("error: ")
             results.append({"role": "tool", "content": text})
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        asked = [{"type": "function", "function": function} for function in functions]
+        self.earlier.append({"role": "assistant", "content": response, "tool_calls": asked})
+        for result, call in zip(results, calls, strict=False):
+            self.earlier.append({**result, "name": call.name})
         info = self.info | self._counts()
         return ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))
 
