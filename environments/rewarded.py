@@ -168,7 +168,7 @@ class Rewarded(Env):
         self.waits = all(map(inspect.iscoroutinefunction, functions))
         self.prompt, self.order, self.raw = prompt, order, raw
         self.world = import_attribute(environment)() if environment else None
-        methods = inspect.getmembers(type(self.world), inspect.isfunction) if self.world else []
+        methods = inspect.getmembers(type(self.world), inspect.isfunction)  # of None: none
         self.tools = [*map(import_attribute, tools)] + [
             getattr(self.world, name) for name, _ in methods
             if name not in ("reset", "get_reward") and not name.startswith("_")
@@ -181,7 +181,7 @@ class Rewarded(Env):
 
     def reset(self, seed: int) -> list[Message]:
         self.row = draw(seed, self.train, self.test, self.order)
-        if self.world:
+        if self.world is not None:
             row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
             if (seen := self.world.reset(**row)) is not None:  # it ends the prompt
                 self.row = self.row.with_prompt(self.prompt, seen)
@@ -255,7 +255,7 @@ class Rewarded(Env):
             "log_extra": log_extra,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }  # fmt: skip
-        if first.world:
+        if first.world is not None:
             arguments["environments"] = [env.world for env in batch]
         row = first.row if all(env.row is first.row for env in batch) else None
         returned = _call_all(first.functions, arguments, row)
@@ -298,8 +298,7 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
 
     `data`: a `datasets.Dataset`, or a list of dicts; `reward`: a function, or several; each may
     also be a text as in a spec. `options`: the others of `rewarded`, such as weights=[1, 0.2] or
-    tools=[multiply].
-    Raises UsageError if `data` is anything else.
+    tools=[multiply]. Raises UsageError if `data` is anything else.
     """
     if not isinstance(data, str):
         try:

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -657,8 +658,9 @@ def test_a_function_with_arguments_is_made_in_a_line_of_the_file():
     env = make("rewarded:data=rows.jsonl,reward=rewards.py:shorter_than_10")
     env.reset(0)
     assert [env.step("a" * n).reward for n in (1, 9)] == [0.9, 0.5]
-    with pytest.raises(UsageError, match=r"write `made = get_shorter\(max_len=9\)` in it"):
-        make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter(max_len=9)")
+    for call in ("get_shorter(max_len=9)", "get_shorter(max_len=9,least=0.5)"):
+        with pytest.raises(UsageError, match=re.escape(f"write `made = {call}` in it")):
+            make(f"rewarded:data=rows.jsonl,reward=rewards.py:{call},threshold=0.5")
     env = make("rewarded:data=rows.jsonl,reward=rewards.py:get_shorter")
     env.reset(0)
     with pytest.raises(RuntimeError, match=r"get_shorter: .* it makes reward functions"):
@@ -693,6 +695,8 @@ class Counter:
         return f"now {self.count}"
     def get_reward(self):
         return float(self.count)
+    def __len__(self):
+        return 0
     def _hidden(self):
         pass
 def own(environments, **columns):
@@ -753,6 +757,18 @@ def test_a_run_trains_on_tools_of_rewarded(command):
     starts = {f"Count. From {n}." for n in range(20)}
     assert all(row["messages"][-2]["content"] in starts for row in rows)
     assert rows[0]["tools"] == ["multiply", "add"]
+
+
+def test_functions_may_be_those_of_packages_and_of_the_running_script(monkeypatch):
+    pytest.importorskip("trl")
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "half", lambda completions: [0.5 for _ in completions], raising=False)
+    message = {"role": "user", "content": "What is 1 + 1?"}
+    write("sums.jsonl", [{"prompt": [message], "solution": "$2$", "n": n} for n in range(9)])
+    env = make("rewarded:data=sums.jsonl,reward=trl.rewards:accuracy_reward __main__:half")
+    env.reset(0)
+    answers = [r"It is $\boxed{2}$.", r"It is $\boxed{3}$."]
+    assert [env.step(answer).reward for answer in answers] == [1.5, 0.5]
 
 
 def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():

@@ -32,13 +32,14 @@ WRONG = (ValueError, TypeError, KeyError, ArithmeticError)  # of a text that is 
 def key_value_pairs(text: str, subject: str) -> dict[str, str]:
     """Splits `key=value,...`. Raises UsageError, which begins with `subject`, for other texts.
 
-    A comma begins the next option where a key and = follow; any other one belongs to the value.
+    A comma begins the next option where a key and = follow; any other one belongs to the value, and
+    so does one in parentheses.
 
     >>> key_value_pairs("sizes=[3, 4], start=Washington, D.C.", "--env")
     {'sizes': '[3, 4]', 'start': 'Washington, D.C.'}
     """
     pairs: dict[str, str] = {}
-    for item in re.split(r",(?=\s*\w+\s*=)", text) if text else []:
+    for item in re.split(r",(?=\s*\w+\s*=)(?![^()]*\))", text) if text else []:
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key in pairs:
             raise UsageError(f"{subject}: write options as key=value, each once, not {item!r}")
