@@ -52,19 +52,25 @@ def call_here(function: Callable[[], Any], limit: float, look: Look) -> Outcome:
     endless loop still ends.
     """
     since, is_overdue, ends = time.monotonic(), False, list[BaseException]()
-    at_work, caught = True, 0
+    at_work, is_looking, caught = True, False, 0
     where: TracebackType | None = None  # at which the call was when it was interrupted
 
     def ring(number: int, frame: FrameType | None) -> None:
-        nonlocal is_overdue, caught, where
+        nonlocal is_overdue, caught, where, is_looking
         if not at_work:
+            return
+        if is_looking:  # the other timer, in the middle of a look
+            signal.setitimer(timers[number], LOOK)
             return
         seconds = time.monotonic() - since
         is_overdue = seconds >= limit
+        is_looking = True
         try:
             look(seconds, frame)
         except BaseException as error:
             ends.append(error)
+        finally:
+            is_looking = False
         if not (is_overdue or ends):
             # less than a microsecond would be 0, which stops the timer
             signal.setitimer(timers[number], max(1e-3, min(LOOK, limit - seconds)))

@@ -552,7 +552,7 @@ def test_python_code_that_was_given_up_is_interrupted(interrupts):
 
 
 @pytest.mark.skipif(not calls.can_call_here(), reason="Windows has no alarm")
-def test_the_place_is_known_though_the_other_timer_rings_while_the_first_is_caught(monkeypatch):
+def test_the_other_timer_may_ring_in_a_look_and_while_the_first_is_caught(monkeypatch):
     outcome = calls._outcome
 
     def interrupted_again(function):
@@ -564,6 +564,7 @@ def test_the_place_is_known_though_the_other_timer_rings_while_the_first_is_caug
             pass
 
     monkeypatch.setattr(calls, "_outcome", interrupted_again)
-    value, error = calls.call_here(turns, 0.05, lambda seconds, frame: None)
+    ring = signal.SIGVTALRM  # and in the middle of a look
+    value, error = calls.call_here(turns, 0.05, lambda seconds, frame: signal.raise_signal(ring))
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     assert value is None and isinstance(error, calls.TimeLimit) and frames[-1] == "turns"
