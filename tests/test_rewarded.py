@@ -761,6 +761,7 @@ def test_a_run_trains_on_tools_of_rewarded(command):
 
 def test_functions_may_be_those_of_packages_and_of_the_running_script(monkeypatch):
     pytest.importorskip("trl")
+    pytest.importorskip("math_verify", reason="needs picorl[envs]")
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "half", lambda completions: [0.5 for _ in completions], raising=False)
     message = {"role": "user", "content": "What is 1 + 1?"}
