@@ -499,7 +499,7 @@ def test_a_request_that_may_be_of_another_episode_ends_the_run(policy, write, mo
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     with pytest.raises(EndRun, match=r"share one process.* Three ways out"):
         collect(policy, write(sharing(MIXED_UP, how)), 4)
-    for module in [module for name, module in sys.modules.items() if "program" in name]:
+    for module in [module for name, module in [*sys.modules.items()] if "program" in name]:
         if "QUEUE" in vars(module):  # ends `work`: at its exit Python waits for jobs of executors
             module.QUEUE.put(None)
 
