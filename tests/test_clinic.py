@@ -42,6 +42,14 @@ def test_faults_are_named_in_three_updates(names, command, monkeypatch):
     assert all("; try " in found[fault.warning] for fault in chosen)
 
 
+def test_every_fault_says_what_is_wrong_and_links_its_report():
+    assert not faults.FAULTS.keys() & faults.MORE.keys()
+    for fault in [*faults.FAULTS.values(), *faults.MORE.values()]:
+        assert fault.install.__doc__
+        projects = [source.partition("#")[0].strip() for source in fault.source.split(", ")]
+        assert all(p in faults.REPOSITORIES for p in projects if p and "arXiv" not in p)
+
+
 def test_without_a_fault_no_task_is_repeated_or_evaluated(command):
     assert warnings(command, *SMALL) == {}
     records = read_records(Path("runs/a/metrics.jsonl"))

@@ -12,8 +12,7 @@ A fault is a function that replaces parts of our modules with `patch(module, nam
 
 import copy
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 import record  # noqa: E402
 import torch  # noqa: E402
+from entries import Fault, Patch, entering  # noqa: E402
 from figures import figure, panel  # noqa: E402
+from more_faults import MORE  # noqa: E402
 from torch.nn.functional import dropout  # noqa: E402
 
 import train  # noqa: E402
@@ -39,31 +40,8 @@ from core.report.curves import INK, RED  # noqa: E402
 from core.types import Completion  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 
-Patch = Callable[[Any, str, Any], None]
-
-
-@dataclass
-class Fault:
-    """A row of the page. `install` is the fault; its docstring says what it does."""
-
-    install: Callable[[Patch], None]
-    source: str  # where it was reported
-    metric: str  # that shows it
-    warning: str  # that names it; "": none does
-    flags: str = ""  # of train.py, also for the healthy run beside it
-
-
 FAULTS: dict[str, Fault] = {}
-
-
-def fault(source: str, metric: str, warning: str, flags: str = "") -> Callable:
-    """Enters a function into FAULTS."""
-
-    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        FAULTS[install.__name__] = Fault(install, source, metric, warning, flags)
-        return install
-
-    return enter
+fault = entering(FAULTS)
 
 
 # 1. sampler and trainer differ
@@ -328,6 +306,23 @@ REPOSITORIES = {
     "ChatGLM-Efficient-Tuning": "hiyouga/ChatGLM-Efficient-Tuning", "AReaL": "areal-project/AReaL",
     "prime-rl": "PrimeIntellect-ai/prime-rl", "LLaMA-Factory": "hiyouga/LlamaFactory",
     "hello-agents": "datawhalechina/hello-agents", "OpenRLHF": "OpenRLHF/OpenRLHF",
+    "adapters": "adapter-hub/adapters", "open-rl": "gke-labs/open-rl",
+    "open-instruct": "allenai/open-instruct", "TinyZero": "Jiayi-Pan/TinyZero",
+    "evalscope": "modelscope/evalscope", "smolagents": "huggingface/smolagents",
+    "BALROG": "balrog-ai/BALROG", "NeMo-RL": "NVIDIA-NeMo/RL",
+    "WebAgent-R1": "weizhepei/WebAgent-R1", "verifiers": "PrimeIntellect-ai/verifiers",
+    "ms-swift": "modelscope/ms-swift", "transformers": "huggingface/transformers",
+    "OpenTau": "TensorAuto/OpenTau", "NLPDL-2025Fall": "linhaowei1/NLPDL-2025Fall",
+    "tinker-feedback": "thinking-machines-lab/tinker-feedback", "tt-metal": "tenstorrent/tt-metal",
+    "verl-omni": "verl-project/verl-omni", "torchtitan": "pytorch/torchtitan",
+    "verl-SpeCo": "verl-project/verl-SpeCo", "rllm": "rllm-org/rllm",
+    "grpo-flat": "XU-YIJIE/grpo-flat", "d1": "dllm-reasoning/d1", "ROLL": "alibaba/ROLL",
+    "trlx": "CarperAI/trlx", "xtuner": "InternLM/xtuner", "LiteLLM": "BerriAI/litellm",
+    "inspect_ai": "UKGovernmentBEIS/inspect_ai", "tensorforce": "tensorforce/tensorforce",
+    "higgsfield": "higgsfield-ai/higgsfield", "UniRL": "Tencent-Hunyuan/UniRL",
+    "rl-prompt": "mingkaid/rl-prompt", "ballbeam-gym": "simon-larsson/ballbeam-gym",
+    "NLE": "facebookresearch/nle", "pg-is-all-you-need": "MrSyee/pg-is-all-you-need",
+    "flow_grpo": "yifan123/flow_grpo", "Visual-RFT": "Liuziyu77/Visual-RFT",
 }  # fmt: skip
 
 
@@ -431,11 +426,12 @@ def main(args: list[str]) -> int:
             return 0
         name = chosen
         diagnostics.new_warnings = lambda *_: {}  # they would name it
-    if name in FAULTS:
-        FAULTS[name].install(setattr)
-        flags = [*FAULTS[name].flags.split(), *flags]
+    known = FAULTS | MORE
+    if name in known:
+        known[name].install(setattr)
+        flags = [*known[name].flags.split(), *flags]
     elif name != "nothing":
-        sys.exit(f"faults.py: name one of nothing, {', '.join(FAULTS)}, then flags of train.py")
+        sys.exit(f"faults.py: name one of nothing, {', '.join(known)}, then flags of train.py")
     return train.run_command(flags)
 
 
