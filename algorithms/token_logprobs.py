@@ -32,12 +32,14 @@ def token_logprobs(
     entropy_grad: bool = True,
     compare: Compare | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-prob of each of n sampled tokens, and entropy of the policy's distribution at its place.
+    """Log-prob of each of n sampled tokens; entropy and varentropy of the distribution at its place.
 
     `hidden` [U, D] of U distinct prefixes, `predictors` [n] which of them ends before each token,
-    `targets` [n] the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns two float32
-    vectors [n] in nats. Gradients flow through the log-probs, and with `entropy_grad` through the
-    entropy. With `compare`, what it makes of the whole distributions is a third vector.
+    `targets` [n] the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns three float32
+    vectors [n], in nats and nats². Gradients flow through the log-probs, and with `entropy_grad`
+    through the entropy. The varentropy is the variance of -log π(x) for x from the distribution,
+    whose mean is the entropy. With `compare`, what it makes of the whole distributions is a fourth
+    vector.
 
     There is one row of logits for each distinct prefix after which a token was sampled. If these
     are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
@@ -56,12 +58,15 @@ def token_logprobs(
             logits = only_kept(logits, kept_ids[start : start + len(h)])
         all_logprobs = logits.log_softmax(-1)
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+            weighted = all_logprobs.exp() * all_logprobs
+            entropy = -weighted.sum(-1)
+        with torch.no_grad():
+            varentropy = (weighted * all_logprobs).sum(-1) - entropy**2
         index = place[here] - start
         compared = [] if compare is None else [compare(all_logprobs, here)]
-        return [all_logprobs[index, targets[here]], entropy[index], *compared]
+        return [all_logprobs[index, targets[here]], entropy[index], varentropy[index], *compared]
 
-    outputs = [*hidden.new_zeros(2 + (compare is not None), len(targets), dtype=torch.float32)]
+    outputs = [*hidden.new_zeros(3 + (compare is not None), len(targets), dtype=torch.float32)]
     several = len(prefixes) > chunk
     for start in range(0, len(prefixes), chunk):
         here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)

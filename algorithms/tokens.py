@@ -56,6 +56,7 @@ class Tokens:
     # from the forward pass of a micro-batch: how likely it is now
     logprobs: Tensor  # with gradient
     entropy: Tensor  # of the policy's distribution at its place
+    varentropy: Tensor  # the variance of -log π there, whose mean is the entropy
     values: Tensor  # with gradient (PPO)
     sampler_ratio: Tensor  # π_old / π_sampler
     importance_weights: Tensor  # made of it: capped, or 0 where a token is rejected

@@ -20,8 +20,9 @@ from core.results import accuracy_of, never_right, return_of
 from core.selection import has_failed, num_episodes
 from core.tasks import Task
 from core.types import Rollout
+from environments import rewarded
 from environments.base import PLAYER, Env
-from environments.plumbing.registry import make
+from environments.plumbing.registry import EnvSpec, make
 
 
 def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
@@ -31,6 +32,26 @@ def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     failed = [*filter(has_failed, rollouts)]
     for env in dict.fromkeys(rollout.env for rollout in failed):
         found[f"eval/{env}/failed"] = num_episodes([r for r in failed if r.env == env])
+    return found
+
+
+def of_answers(
+    progress: dict[str, Any], rollouts: list[Rollout], envs: Sequence[EnvSpec], num_tasks: int
+) -> dict[str, float]:
+    """How many tasks of each environment should have been played and were, and the fraction of
+    answers that are those of the first evaluation, which `progress` keeps."""
+    found: dict[str, float] = {}
+    first = progress.setdefault("first_answers", {})
+    for env in envs:
+        own = [r for r in rollouts if r.env == env.short]
+        now = {f"{r.seed} {r.agent}": hash(tuple(tuple(t.completion_ids) for t in r.turns))
+               for r in own if not r.error}  # fmt: skip
+        before = first.setdefault(env.short, now)
+        if before is not now and (both := before.keys() & now.keys()):
+            same = sum(before[key] == now[key] for key in both)
+            found[f"eval/{env.short}/same_answers"] = same / len(both)
+        found[f"eval/{env.short}/asked"] = min(num_tasks, rewarded.num_held_out(env))
+        found[f"eval/{env.short}/played"] = len({r.seed for r in own})
     return found
 
 

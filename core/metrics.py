@@ -1,4 +1,4 @@
-"""An evening on metrics, 1 of 2. What an update and an evaluation are measured by.
+"""An evening on metrics, 1 of 4. What an update and an evaluation are measured by.
 
 `UpdateStats` measures the gradient steps, `rollout_metrics` what was sampled, `eval_metrics` an
 evaluation; core/README.md says what each name means.
@@ -45,6 +45,9 @@ class UpdateStats:
         self.of_last_step: dict[str, float] = {}
         self.grad_norm: float | None = None  # None: no gradient step was attempted
         self.num_steps = 0
+        # before the first step, over the tokens that were scored: sums of -log π minus the entropy,
+        # which is 0 on average, and of its variance
+        self.surprise = self.varentropy = self.scored = 0.0
 
     @torch.no_grad()
     def add(self, tokens: Tokens, loss: Tensor, sums: dict[str, float]) -> None:
@@ -66,6 +69,9 @@ class UpdateStats:
             policy_ratio = (tokens.logprobs - tokens.old_logprobs).exp()
             kl = weighted_kl(tokens.logprobs, policy_ratio, tokens.ref_logprobs, "k3")
             of_all["kl/reference"] = kl.sum().item()
+        if "varentropy" in tokens:
+            of_all["surprise"] = -(tokens.logprobs + tokens.entropy).sum().item()
+            of_all["varentropy"] = tokens.varentropy.sum().item()
         _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
 
     def end_minibatch(self, epoch: int) -> None:
@@ -75,6 +81,13 @@ class UpdateStats:
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
         self.loss = sums.pop("loss", 0.0)
         self.of_last_step = {name: sums.pop(name) for name in OF_LAST_STEP if name in sums}
+        surprise, varentropy = sums.pop("surprise", 0.0), sums.pop("varentropy", 0.0)
+        if not self.num_steps:
+            self.surprise, self.varentropy, self.scored = (
+                surprise,
+                varentropy,
+                sums.get("tokens", 0.0),
+            )
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
@@ -97,6 +110,9 @@ class UpdateStats:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs).abs()
         metrics |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
+        if self.varentropy > 0:
+            metrics["gap/surprise"] = self.surprise / self.scored
+            metrics["gap/surprise_z"] = self.surprise / math.sqrt(self.varentropy)
         if "old_values" in batch:
             # the rewards that followed each token: with λ = 1 and without values
             without = Tokens(**batch.vectors() | {"old_values": torch.zeros(len(batch))})

@@ -49,7 +49,7 @@ def read_out(
              for t in observed_in(policy.tokenizer, sequence)]  # fmt: skip
     rows, at = torch.tensor(pairs, dtype=torch.int64, device=policy.device).view(-1, 2).T
     predictors, targets = micro.nodes[rows, at - 1], micro.input_ids[rows, at]
-    logprobs, _ = token_logprobs(
+    logprobs, *_ = token_logprobs(
         hidden, predictors, targets, policy.to_logits, 1.0, policy.logits_chunk, None, False
     )
     return outputs | {"cross_entropy": -(logprobs * (1 / total)).sum()}

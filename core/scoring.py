@@ -24,18 +24,18 @@ def read_out(
     entropy_grad: bool = False,
     compare: Compare | None = None,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropy` and, with a value head, `values` of the n sampled tokens; [n] float32.
+    """`logprobs`, `entropy`, `varentropy` and, with a value head, `values` of the n tokens: [n].
 
     `hidden` [U, D]: what the last layer turns into logits. Tokens with the same beginning may share
-    one of these states; `micro.predictors` [n] says which one predicts which token. All results
-    have gradients, the entropy only with `entropy_grad`. `compare` (`token_logprobs`) adds
-    `compared` [n].
+    one of these states; `micro.predictors` [n] says which one predicts which token. Log-probs
+    and values have gradients, the entropy only with `entropy_grad`. `compare` (`token_logprobs`)
+    adds `compared` [n].
     """
     found = token_logprobs(
         hidden, micro.predictors, micro.targets, policy.to_logits, temperature,
         policy.logits_chunk, micro.kept_ids, entropy_grad, compare,
     )  # fmt: skip
-    outputs = dict(zip(("logprobs", "entropy", "compared"), found, strict=False))
+    outputs = dict(zip(("logprobs", "entropy", "varentropy", "compared"), found, strict=False))
     if policy.value_head is not None:
         values = policy.value_head(hidden.float()).squeeze(-1)  # [U]
         outputs["values"] = values[micro.predictors]

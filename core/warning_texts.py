@@ -6,6 +6,38 @@ other numbers meaningless comes first.
 
 # name: (what it means, what to try, the metric or picture of report.html that shows it)
 WARNINGS = {
+    "no_movement": (
+        "groups have different returns, but updates do not change the policy",
+        "printing which weights the optimizer holds and their lr: it may have others than the "
+        "model that samples, an lr of 0 (after a scheduler), or a loss without a gradient",
+        "update/moved",
+    ),
+    "answers_unchanged": (
+        "evaluations answer exactly as before the first update, although updates move the policy",
+        "which weights the evaluation samples with, and whether its answers come from a cache",
+        "Held-out accuracy",
+    ),
+    "demonstrations_wrong": (
+        "the environment's reward calls its own demonstrations wrong, so right answers are "
+        "punished",
+        "playing that task by hand (python -m environments play SPEC): how the answer is read, "
+        "and how it is compared",
+        "reward/correct",
+    ),
+    "prompts_differ": (
+        "the token ids of a prompt are not what the chat template writes for its messages",
+        "printing the decoded ids beside tokenizer.apply_chat_template(messages, "
+        "tokenize=False, add_generation_prompt=True): a cut, a lost system message, a second "
+        "token that begins the text",
+        "groups/prompts_differ",
+    ),
+    "reward_differs": (
+        "equal answers to one prompt earn different rewards",
+        "the order of answers and rewards (a shuffle, a gather, a pool of workers), what an "
+        "environment keeps from the episode before, a time limit; a reward that draws at "
+        "random is only noisy",
+        "reward/unequal",
+    ),
     "stale_weights": (
         "the sampler has older weights than the trainer, so the policy learns from what another one"
         " did",
@@ -16,7 +48,8 @@ WARNINGS = {
     "sampler_gap": (
         "sampler and trainer give the same tokens different log-probs: their tokens, weights or"
         " precision differ",
-        "--sampler torch, --dtype float32, --top-p 1 --top-k 0 to find which side is wrong",
+        "--sampler torch, --dtype float32, --temperature 1 --top-p 1 --top-k 0, one at a time, "
+        "to find which side is wrong",
         "gap/logprob_mean",
     ),
     "weights_at_cap": (
@@ -25,10 +58,42 @@ WARNINGS = {
         "the same --dtype on both sides (float32 to find out), --top-p 1 --top-k 0",
         "weights/capped",
     ),
-    "adapters_unchanged": (
-        "LoRA adapters are still exactly 0 after gradient steps: their layers do not learn",
-        "--lora-rank 0, or another model: some of its layers do not take part in its output",
-        "lora/zero_fraction",
+    "draws_otherwise": (
+        "the sampler draws from another distribution than the one whose log-probs both sides "
+        "report",
+        "what the sampler sets by itself: temperature, top-p, top-k, min-p or a repetition "
+        "penalty, such as from a generation_config.json",
+        "gap/surprise",
+    ),
+    "equal_answers": (
+        "a group has far more or fewer equal answers than their probabilities say",
+        "the seeds of the sampler: one for each rollout, not one for all of a group, a worker "
+        "or an update",
+        "groups/equal_answers",
+    ),
+    "no_end_token": (
+        "completions that are said to have stopped do not end with an end token",
+        "whether the sampler returns the end token, and calls answers that the limit cut "
+        "'stop': the end is not trained then, or a cut answer counts as a whole one",
+        "length/no_end",
+    ),
+    "weights_unchanged": (
+        "steps leave some trained weights exactly as they were",
+        "which weights have no gradient: frozen or detached layers, gradient checkpointing, "
+        "weights that the optimizer does not hold, a layer that takes no part in the output",
+        "update/unchanged",
+    ),
+    "step_size": (
+        "the steps of AdamW are not of the size of the learning rate",
+        "the lr of the optimizer's groups in this update (a scheduler, a division by "
+        "accumulation steps), and whether bfloat16 weights have float32 masters",
+        "update/step_size",
+    ),
+    "passes_lost": (
+        "the gradient of a step is not the sum of what its backward passes gave",
+        "where gradients are dropped or scaled between the passes: zero_grad before the step, "
+        "a mean over micro-batches or ranks in place of a sum",
+        "grad/passes",
     ),
     "loss_weight": (
         "the token weights of a gradient step add up to more than 1, so the gradient is larger",
@@ -53,20 +118,43 @@ WARNINGS = {
         " rollouts and rewards, such as after a shuffle or a gather",
         "update/direction",
     ),
+    "advantages_uneven": (
+        "the advantages of a group do not add up to 0, so its baseline is not its own mean",
+        "which rollouts the baseline is the mean of: those of one prompt, in the order of the "
+        "advantages",
+        "groups/advantage_sum",
+    ),
+    "values_differ": (
+        "the value head gives one prompt different values",
+        "which state it reads for a token: the one before it, without anything that was "
+        "sampled after",
+        "value/spread",
+    ),
+    "ratio_stays_one": (
+        "the policy ratio is 1 after the first gradient step, so nothing is clipped",
+        "where old log-probs are computed: once, before the first step of an update",
+        "kl/approx",
+    ),
     "reference_moves": (
         "the reference is as close to the policy as before training: it changes with it",
         "a reference that is a copy, made before the first step, and in no optimizer",
         "kl/reference",
     ),
-    "value_head_frozen": (
-        "the value head still predicts 0 everywhere: no step trains it",
-        "an optimizer that is made after the value head and holds its weights; --ppo.value-coef",
-        "value/loss",
+    "reference_differs": (
+        "the reference is another policy than the one that training began with",
+        "which weights it has (a copy after the warm start), and whether dropout, temperature "
+        "and adapters are those of the policy",
+        "kl/reference",
     ),
     "same_tasks": (
         "every update has the same tasks",
         "a seed of tasks that depends on the update, and more data",
         "groups/repeated",
+    ),
+    "tasks_missing": (
+        "an evaluation covers fewer tasks than were asked for",
+        "the loop over the held-out tasks: one batch of them, or seeds that repeat a task",
+        "Held-out accuracy",
     ),
     "held_out_seen": (
         "tasks of the evaluation were trained on, so their accuracy also counts what was memorized",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import load_small
 
-from core import canary, diagnostics
+from core import canary, diagnostics, invariants
 from core.sampler import TorchSampler
 from core.types import Completion
 
@@ -68,7 +68,7 @@ def test_rounding_of_16_bits_is_no_lag(policy, monkeypatch, size, measured):
         metrics, before = canary.compare(policy, sampler, before)
         lags.append(metrics.get("gap/canary", 0.0))
     assert (sum(lag != 0 for lag in lags) > 100) == measured
-    assert max(map(min, pairwise(lags))) < diagnostics.MIN_LAG
+    assert max(map(min, pairwise(lags))) < invariants.MIN_LAG
 
 
 LAGS = [((0.01, 1.0), ""), ((1.0, 0.4), "0.4"), ((0.2, 2), ""), ((1, math.nan, 1), "")]

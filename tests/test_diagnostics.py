@@ -257,13 +257,6 @@ def test_without_a_reward_the_environments_that_tiny_knows_are_named():
     assert advice(Config(reward_coef=0.0)) == ""
 
 
-def test_adapters_that_stay_0_raise_a_warning_unless_no_step_was_taken():
-    still = {"lora__zero_fraction": 0.25, "update__steps": 1}
-    assert raised(run_of(4, **still)) == []
-    assert raised(run_of(5, **still)) == [("adapters_unchanged", 5)]
-    assert raised(run_of(9, **still | {"update__steps": 0})) == []
-
-
 def reward_of(update, low=0.1):
     return 0.62 if update == 1 else low
 

@@ -30,14 +30,15 @@ def places(mask):
 
 def by_hand(hidden, head, mask, temperature, kept_ids=None):
     """The same by loops: the hidden state at t scores the token at t+1."""
-    logprobs, entropy = (torch.zeros(int(mask.sum())) for _ in range(2))
+    logprobs, entropy, varentropy = (torch.zeros(int(mask.sum())) for _ in range(3))
     for n, (b, t) in enumerate(mask.nonzero().tolist()):
         logits = hidden[NODES[b, t]] @ head.T / temperature
         ids = list(range(5)) if kept_ids is None else kept_ids[n]
         row = logits[ids] - logits[ids].logsumexp(0)
         logprobs[n] = row[ids.index(IDS[b, t + 1])]
         entropy[n] = -(row.exp() * row).sum()
-    return logprobs, entropy
+        varentropy[n] = (row.exp() * (-row - entropy[n]) ** 2).sum().detach()
+    return logprobs, entropy, varentropy
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,10 @@ def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chun
     got = token_logprobs(hidden, *places(mask), lambda h: h @ head.T, temperature, chunk, kept_ids)
     want = by_hand(hidden, head, mask, temperature, kept_ids)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    pull = torch.linspace(-1, 2, len(got[0]))  # an uneven gradient, through both results
+    pull = torch.linspace(-1, 2, len(got[0]))  # an uneven gradient, through log-probs and entropies
     got_grads, want_grads = (
-        torch.autograd.grad((x * pull + y * pull**2).sum(), (hidden, head)) for x, y in (got, want)
+        torch.autograd.grad((x * pull + y * pull**2).sum(), (hidden, head))
+        for x, y, _ in (got, want)
     )
     torch.testing.assert_close(got_grads, want_grads, atol=1e-5, rtol=0)
     reached = got_grads[0].abs().sum(-1).view(2, 5) > 0
@@ -76,7 +78,7 @@ def test_the_trainer_has_the_samplers_distribution_of_16_bit_logits(options):
     drawn, sampled = draw(logits, params, uniform)
     kept = keep_likely(logits.float() / 0.7, params).isfinite() if options else None
     ids = kept if kept is None else [row.nonzero().squeeze(1).tolist() for row in kept]
-    trained, _ = token_logprobs(logits, nodes, drawn, lambda hidden: hidden, 0.7, kept_ids=ids)
+    trained, *_ = token_logprobs(logits, nodes, drawn, lambda hidden: hidden, 0.7, kept_ids=ids)
     assert len({*drawn.tolist()}) > 1 and torch.equal(trained, sampled)
     rounded = (logits / 0.7).float().log_softmax(-1)[nodes, drawn]
     assert options or (rounded - sampled).abs().max() > 0.01
@@ -100,9 +102,9 @@ def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
 
     token_logprobs(hidden, *places(MASK), to_logits, chunk=4)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
-    _, entropy = token_logprobs(hidden, *places(MASK), to_logits, entropy_grad=False)
+    _, entropy, _ = token_logprobs(hidden, *places(MASK), to_logits, entropy_grad=False)
     assert not entropy.requires_grad  # and so it needs no backward pass
-    logprobs, entropy = token_logprobs(hidden, *places(MASK & False), to_logits)
+    logprobs, entropy, _ = token_logprobs(hidden, *places(MASK & False), to_logits)
     assert len(logprobs) == len(entropy) == 0
 
 
@@ -166,7 +168,7 @@ def test_gradients_of_tokens_with_one_prefix_add_up_to_the_same_bits_each_time(r
     found = set()
     for _ in range(10):
         inputs = hidden.clone().requires_grad_()
-        logprobs, _ = token_logprobs(inputs, nodes, ids, lambda h: h @ head, kept_ids=kept)
+        logprobs, *_ = token_logprobs(inputs, nodes, ids, lambda h: h @ head, kept_ids=kept)
         (logprobs * torch.linspace(-1, 1, 4000)).sum().backward()
         found.add(inputs.grad.numpy().tobytes())
     assert len(found) == 1

@@ -61,6 +61,7 @@ class Evaluator:
         if not stopped:
             drop_failed(rollouts, say)  # warns; raises if over half failed
         results, counted = evaluation.accuracy_metrics(rollouts), evaluation.played(rollouts)
+        results |= evaluation.of_answers(self.progress, rollouts, envs, cfg.eval_num_tasks)
         openings = {hash(opening_of(rollout)) for rollout in rollouts}
         known = {*self.progress.setdefault("seen_openings", [])}
         followed = {*self.progress.get("held_out_openings", [])}  # `note_trained` looked for them

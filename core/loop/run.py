@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from algorithms.kl import weighted_kl
-from core import diagnostics, distributed, scoring
+from core import diagnostics, distributed, probes, scoring
 from core.algorithm import Algorithm
 from core.batching import Batch
 from core.canary import Canary
@@ -66,9 +66,11 @@ class Run:
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
     first_update: int = field(init=False)  # of this process
+    probe: probes.WeightProbe = field(init=False)
 
     def __post_init__(self) -> None:
         self.first_update = max(1, self.next_update)
+        self.probe = probes.WeightProbe(self.policy)
 
     @property
     def next_update(self) -> int:
@@ -102,7 +104,8 @@ class Run:
                 self.save()
                 self.history = run_log.read_records(self.outputs.folder / run_log.METRICS)
             self.save_copy()
-            found = self.evaluator.evaluate(0)
+            found = probes.of_demonstrations(self.cfg, self.collector)
+            found |= self.evaluator.evaluate(0)
             self.note_best(0, found)
             self.log(0, found, [])
         while self.next_update <= self.cfg.num_updates and not self.stopped:
@@ -120,6 +123,7 @@ class Run:
             self.optimizer.scale_lr(
                 lr_factor(self.cfg, self.next_update, self.progress["sampled_tokens"])
             )
+            self.probe.begin(self.optimizer)
             yield self.next_update, UpdateStats(self.cfg)
 
     def save_copy(self) -> None:
@@ -142,12 +146,16 @@ class Run:
         """
         cfg = self.cfg
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
+        lr = cfg.lr * lr_factor(cfg, update, self.progress["sampled_tokens"])
+        metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None)
+        metrics |= probes.of_rollouts(cfg, self.policy, batch)
+        if update == 1:
+            metrics |= probes.judged_again(cfg, self.collector, batch.rollouts)
         metrics |= trace_tokens(self.policy, cfg, batch)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
         metrics |= seen
         if cfg.warmup_updates or cfg.lr_schedule != "constant":
-            tokens_before = self.progress["sampled_tokens"]
-            metrics["update/lr"] = cfg.lr * lr_factor(cfg, update, tokens_before)
+            metrics["update/lr"] = lr
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core import diagnostics
+from core import diagnostics, invariants
 from core.algorithm import name_of
 from core.config import trust_flags
 from core.faults import UsageError
@@ -60,7 +60,7 @@ def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[F
     """The warnings of the log that still hold at its end, with their numbers there."""
     logged = {name: (updates, message) for name, updates, message in logged_warnings(records)}
     # --dtype auto does not say how large rounding is; in float32 the message names a lower limit
-    limit = f"above {diagnostics.MAX_GAP_FLOAT32:g};"
+    limit = f"above {invariants.MAX_GAP_FLOAT32:g};"
     exact = any(limit in message for _, message in logged.values())
     cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto")
     held = diagnostics.active_warnings(records, cfg)

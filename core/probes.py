@@ -1,0 +1,277 @@
+"""An evening on metrics, 2 of 4. What the facts of core/invariants.py are checked by.
+
+    WeightProbe         what an update did to the weights, and whether each pass is in the gradient
+    of_rollouts         what an update's rollouts show of prompts, answers, rewards and advantages
+    of_demonstrations   what the environment's own demonstrations earn
+    judged_again        whether the environment rewards the same answers as it did
+
+Each costs little: some elements of each weight, numbers that the update has anyway, and a few
+episodes without sampling. core/README.md says what each metric means.
+"""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algorithms.tokens import sums
+from core import distributed
+from core.batching import Batch
+from core.chat_template import RAW, render
+from core.config import Config, needs
+from core.context import Agent
+from core.episodes import Episode, RolloutCollector, Wanted
+from core.faults import UsageError
+from core.metrics import opening_of
+from core.optimizer import MasterAdamW
+from core.policy import Policy
+from core.pool import EnvCall, is_program
+from core.tasks import Task, demo_tasks, training_envs
+from core.types import Completion, Rollout
+from environments.base import PLAYER, Env
+from environments.plumbing.registry import EnvSpec
+
+ELEMENTS = 256  # of each weight that are looked at
+NUM_DEMONSTRATIONS = 8
+NUM_JUDGED = 16  # rollouts that are judged again
+NUM_PROMPTS = 16  # of an update that are compared with what the template writes
+SAME_REWARD = 1e-6  # difference of two rewards that rounding explains
+
+
+class WeightProbe:
+    """Looks at some elements of each trained weight before and after an update.
+
+    Below float32 it looks at the masters, as a step may be too small for the weight. It also adds
+    up the gradients that backward passes give one weight: AdamW should step on their sum.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.weights = policy.trainable()
+        self.optimizer: MasterAdamW | None = None
+        self.before: list[Tensor] = []
+        small = [w for name, w in self.weights.items() if "lora_A" not in name]  # B is 0 at first
+        self.watched = min(small, key=Tensor.numel)
+        self.passes = torch.zeros(self.watched.numel(), device=self.watched.device)
+        self.of_step: tuple[Tensor, Tensor] | None = None  # sum of the passes, and AdamW's gradient
+        self.watched.register_hook(self._add)
+
+    def begin(self, optimizer: MasterAdamW) -> None:
+        """Looks at the weights before an update; a warm start has had an optimizer of its own."""
+        if optimizer is not self.optimizer:
+            self.optimizer = optimizer
+            optimizer.adamw.register_step_pre_hook(self._note_step)
+        self.before = [elements(holder) for _, holder in self._holders()]
+        self.passes.zero_()
+        self.of_step = None
+
+    def metrics(self, cfg: Config, grad_norm: float | None) -> dict[str, float]:
+        """What the update did. `grad_norm`: the norm of the last step's gradient before it was
+        clipped, None without a step."""
+        found = {}
+        after = [elements(holder) for _, holder in self._holders()]
+        sizes = {
+            name: (b - a).double().square().mean().sqrt().item()
+            for name, a, b in zip(self.weights, self.before, after, strict=True)
+        }
+        found["update/unchanged"] = [*sizes.values()].count(0.0) / len(sizes)
+        moved = [size for name, size in sizes.items() if size and "value_head" not in name]
+        if moved and cfg.lr:
+            found["update/step_size"] = statistics.median(moved) / cfg.lr
+        low = [(elements(w), elements(m)) for w, m in self._holders() if w.dtype.itemsize == 2]
+        if low and cfg.optimizer != "adamw_bf16_sr" and not self._in_pieces:
+            apart = [(weight != master).double().mean().item() for weight, master in low]
+            found["update/masters_apart"] = statistics.fmean(apart)
+        if self.of_step and grad_norm:
+            passes, gradient = (x.double() for x in self.of_step)
+            distributed.all_reduce_sum([passes])
+            if passes.any():
+                clip = min(1.0, (cfg.max_grad_norm or torch.inf) / (grad_norm + 1e-6))
+                found["grad/passes"] = (gradient @ passes / (passes @ passes)).item() / clip
+        return found
+
+    @property
+    def _in_pieces(self) -> bool:  # the masters are pieces of weights
+        return hasattr(self.optimizer, "buckets")
+
+    def _holders(self) -> list[tuple[Tensor, Tensor]]:
+        """Each trained weight, and what the optimizer steps on for it: its master, or itself."""
+        masters = {id(weight): master for weight, master in getattr(self.optimizer, "pairs", [])}
+        return [(weight, masters.get(id(weight), weight)) for weight in self.weights.values()]
+
+    def _add(self, gradient: Tensor) -> None:
+        self.passes += gradient.detach().flatten()
+
+    def _note_step(self, *_: Any) -> None:
+        assert self.optimizer is not None
+        gradient = next(m for w, m in self._holders() if w is self.watched).grad
+        if gradient is not None and not self._in_pieces:
+            passes = self.passes / self.optimizer.loss_scale
+            self.of_step = passes, gradient.detach().flatten().to(passes)
+        self.passes.zero_()
+
+
+def elements(x: Tensor) -> Tensor:
+    """A copy of up to ELEMENTS elements of a tensor, evenly spaced: float32, on the CPU."""
+    flat = x.detach().flatten()
+    return flat[:: -(-len(flat) // ELEMENTS)].float().to("cpu", copy=True)
+
+
+def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, float]:
+    """What the rollouts that were trained on show, after the gradient steps."""
+    rollouts, found = batch.rollouts, dict[str, float]()
+    if not rollouts:
+        return found
+    groups: dict[int, list[int]] = defaultdict(list)
+    for r, rollout in enumerate(rollouts):
+        groups[rollout.group_id].append(r)
+    alike = [rows for rows in groups.values() if len({opening_of(rollouts[r]) for r in rows}) == 1]
+    last = torch.bincount(batch.rollout, minlength=len(rollouts)).cumsum(0) - 1  # [B], its token
+    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
+    found["groups/different"] = len({*map(opening_of, rollouts)}) / len(groups)
+    if not any(map(is_program, cfg.env)):
+        found |= _ends(cfg, policy, rollouts)
+        found |= _prompts(cfg, policy, [rollouts[rows[0]] for rows in groups.values()])
+        found |= {} if cfg.filter_groups else _equal_answers(batch, alike)
+    found |= _unequal_rewards(cfg, [[rollouts[r] for r in rows] for rows in alike])
+    if "groups" in needs(cfg) and cfg.credit == "episode" and cfg.kl_in != "reward":
+        of_rollouts = batch.advantages[last].double()
+        ids = torch.tensor([rollout.group_id for rollout in rollouts])
+        sizes = sums(of_rollouts.abs(), ids).clamp(min=1e-9)
+        found["groups/advantage_sum"] = (sums(of_rollouts, ids).abs() / sizes).max().item()
+    if "old_values" in batch and alike:
+        values = batch.old_values[first]
+        found["value/spread"] = max((values[r].max() - values[r].min()).item() for r in alike)
+    return found
+
+
+def _ends(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
+    stopped = [t for r in rollouts for t in r.turns if t.finish_reason == "stop"]
+    if not stopped or cfg.stop:
+        return {}
+    without = [t for t in stopped if not {*t.completion_ids[-1:]} & {*policy.stop_ids}]
+    return {"length/no_end": len(without) / len(stopped)}
+
+
+def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
+    """Where an answer begins with a text that the environment gave, nothing is compared, nor where
+    it has tools."""
+    differ = [
+        tokenizer_text != expected
+        for rollout in rollouts[:NUM_PROMPTS]
+        for tokenizer_text, expected in _texts(cfg, policy, rollout)
+    ]
+    return {"groups/prompts_differ": statistics.fmean(differ)} if differ else {}
+
+
+def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> Iterator[tuple[str, str]]:
+    """The text of a first prompt's ids, and what the chat template makes of the messages."""
+    tokenizer: Any = policy.tokenizer
+    roles = [message["role"] for message in rollout.messages]
+    if "assistant" not in roles or not rollout.turns or "tools" in rollout.for_log:
+        return
+    opening, answer = rollout.messages[: (at := roles.index("assistant"))], rollout.messages[at]
+    turn = rollout.turns[0]
+    sampled = tokenizer.decode(turn.completion_ids, skip_special_tokens=True).strip()
+    if answer["content"].strip() != sampled and answer["content"].strip().endswith(sampled):
+        return
+    shown = tokenizer.decode(turn.prompt_ids)
+    if opening[0]["role"] == RAW:
+        yield shown[-len(opening[0]["content"]) :], opening[0]["content"]
+    elif cfg.system_prompt and cfg.system_prompt.strip() not in opening[0]["content"]:
+        yield shown, cfg.system_prompt
+    else:
+        with suppress(UsageError):
+            text = render(tokenizer, opening)
+            yield shown, tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _equal_answers(batch: Batch, alike: list[list[int]]) -> dict[str, float]:
+    """Pairs of equal first answers in the groups, and how many are likely: answer i has the
+    probability p_i, so that each of the G - 1 others equals it so often: Σ p_i (G - 1) / 2."""
+    first_turn = batch.env_turn == 0
+    logprobs = sums(batch.old_logprobs.double() * first_turn, batch.rollout)  # [B]
+    equal, likely = 0.0, 0.0
+    for rows in alike:
+        answers = Counter(tuple(batch.rollouts[r].turns[0].completion_ids) for r in rows)
+        equal += sum(n * (n - 1) / 2 for n in answers.values())
+        likely += logprobs[rows].exp().sum().item() * (len(rows) - 1) / 2
+    return {"groups/equal_answers": equal, "groups/likely_equal": likely}
+
+
+def _unequal_rewards(cfg: Config, groups: list[list[Rollout]]) -> dict[str, float]:
+    """Of the episodes of a group with equal texts, the fraction that earned something else."""
+    same = different = 0
+    for group in groups:
+        earned: dict[Any, list[float]] = defaultdict(list)
+        for r in group:
+            texts = tuple((*t.prompt_ids, -1, *t.completion_ids) for t in r.turns)
+            if is_repeatable(cfg, r):
+                earned[texts].append(r.episode_return)
+        for returns in earned.values():
+            same += len(returns) - 1
+            different += sum(abs(x - returns[0]) > SAME_REWARD for x in returns)
+    return {"reward/unequal": different / same} if same else {}
+
+
+def is_repeatable(cfg: Config, rollout: Rollout) -> bool:
+    """Whether the same answers should earn the same: not with judges, which wait for a model or a
+    server, nor where others act."""
+    spec = next((env for env in cfg.env if env.short == rollout.env), None)
+    judged = spec is None or spec.declares("waits") or spec.declares("heavy") or is_program(spec)
+    return not judged and rollout.agent == PLAYER and "opponents" not in rollout.for_log
+
+
+def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:
+    """How many of the environment's own demonstrations are right, and a wrong one, as text."""
+    envs = [env for env in training_envs(cfg.env, cfg.train_difficulty) if _demonstrates(env)]
+    if not envs:
+        return {}
+    tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS, hasty=0.0)
+    played = [r for r in collector.demonstrate(tasks) if not r.error]
+    if not played:
+        return {}
+    wrong = [r for r in played if not r.info.get("correct", r.episode_return > 0)]
+    if max(r.episode_return for r in played) <= 0:
+        wrong = played
+    found: dict[str, Any] = {"demonstrations/right": 1 - len(wrong) / len(played)}
+    for r in wrong[:1]:
+        text = next(m["content"] for m in reversed(r.messages) if m["role"] == "assistant")
+        found["demonstrations/wrong"] = f"{text[-100:]!r} to {r.messages[0]['content'][-200:]!r}"
+    return found
+
+
+def _demonstrates(env: EnvSpec) -> bool:
+    """Whether demonstrations cost nothing, and there are some."""
+    made: Any = env.constructor
+    own = isinstance(made, type) and issubclass(made, Env) and made.demonstrate != Env.demonstrate
+    return own and not env.declares("waits") and not env.declares("heavy")
+
+
+def judged_again(
+    cfg: Config, collector: RolloutCollector, sampled: list[Rollout]
+) -> dict[str, float]:
+    """The fraction of some episodes that earn something else when their answers are given again."""
+    chosen = [r for r in sampled if not r.error and is_repeatable(cfg, r)]
+    chosen = [r for r in chosen if "tools" not in r.for_log][:: -(-len(sampled) // NUM_JUDGED)]
+    specs = {env.short: env for env in training_envs(cfg.env, cfg.train_difficulty)}
+    chosen = [r for r in chosen if r.env in specs]
+    answers = [iter([_completion(r, k) for k in range(len(r.turns))]) for r in chosen]
+
+    def again(episode: Episode, _: Agent) -> Wanted:
+        return EnvCall(episode.env, answers[episode.number].__next__)
+
+    tasks = [Task(specs[r.env], r.seed, i) for i, r in enumerate(chosen)]
+    played = {r.group_id: r for r in collector.play(tasks, again) if not r.error}
+    differ = [abs(played[i].episode_return - r.episode_return) > SAME_REWARD
+              for i, r in enumerate(chosen) if i in played]  # fmt: skip
+    return {"reward/judged_otherwise": statistics.fmean(differ)} if differ else {}
+
+
+def _completion(rollout: Rollout, k: int) -> Completion:
+    turn = rollout.turns[k]
+    texts = [m["content"] for m in rollout.messages if m["role"] == "assistant"]
+    return Completion(turn.completion_ids, turn.sampler_logprobs, texts[k], turn.finish_reason)
