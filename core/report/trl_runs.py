@@ -78,7 +78,8 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     if not records:
         raise UsageError(f"{folder}: {STATE} is not of GRPOTrainer: its log has no reward")
     rates = [rate for r in records if not math.isnan(rate := diagnostics.finite(r, "update/lr"))]
-    settings: dict[str, Any] = {"algo": "grpo", "logging_steps": state.get("logging_steps")}
+    steps = diagnostics.finite(state, "logging_steps")  # of each entry; the rules take it for one
+    settings: dict[str, Any] = {"algo": "grpo", "logging_steps": steps}
     if rates:
         settings["lr"] = max(rates)
         if not any(rates):  # the log has no such number, but a step of this size is none
@@ -157,7 +158,7 @@ def _with_completions(folder: Path, log: list[Record], records: list[Record]) ->
     prompts = [json.dumps(row["prompt"], default=str) for row in _first_completions(folder)]
     runs = [len([*same]) for _, same in itertools.groupby(prompts)]
     size = math.gcd(*runs)
-    if size < 2:  # no completions, or no groups
+    if size < 2 or not names:  # no completions, or no groups
         return {}
     earned = {}
     for file in _files(folder):
@@ -204,10 +205,11 @@ def _rows(file: Path, columns: list[str]) -> list[Record]:
 
 
 def _add_warnings(records: list[Record], cfg: Any) -> None:
-    """Writes the warnings that hold at the end to the record since which they have held."""
+    """Writes the warnings that hold at the end to the record since which they have held; in a long
+    log, to one of the next few, as only about 500 are looked at."""
     since: dict[str, tuple[int, str]] = {}
     held = {*diagnostics.active_warnings(records, cfg)}
-    for end in range(len(records), 0, -1):
+    for end in range(len(records), 0, -1 - len(records) // 500):
         active = diagnostics.active_warnings(records[:end], cfg) if held else {}
         held &= active.keys()
         since |= {name: (end, active[name]) for name in held}
@@ -248,7 +250,7 @@ def in_their_words(text: str, settings: dict[str, Any]) -> str:
         text = re.sub(ours, theirs, text)
     if "group_size" not in settings:
         text = re.sub(r"\ball \d+ answers", "all answers", text)
-    if (steps := settings.get("logging_steps") or 1) != 1:
+    if (steps := settings.get("logging_steps", 1)) > 1:
         text = re.sub(r"(\d) updates", rf"\1 log entries of {steps:g} steps", text)
     flag, names = r"--[a-z][\w.-]*\w", _names()
     text = re.sub(rf"(?<=, )({flag})(?: [\d.]+)?, ", lambda m: m[0] * (m[1] in names), text)
