@@ -57,6 +57,22 @@ def test_numbers_that_differ_are_shown_with_digits_that_differ(tmp_path):
     assert row[3] == "0.382 [0.332, 0.432] -> 0.378 [0.328, 0.428]"
 
 
+def test_without_evaluations_the_reward_says_whether_it_learns():
+    (line,) = shown([update(n, n / 50) for n in range(1, 21)])
+    assert "It learns" in line and "0.06 to 0.36" in line and "--eval-num-tasks" in line
+    (line,) = shown([update(n, 1 - n / 50) for n in range(1, 21)])
+    assert "worse" in line and "0.94 to 0.64" in line and "a lower --lr than 1e-05" in line
+    moved = [update(n, n / 50, **{"update/moved": 0.0}) for n in range(1, 21)]  # all is chance
+    assert "no update has moved the policy" in shown(moved)[0]
+
+
+def test_the_size_of_a_group_is_that_of_the_run():
+    dead = {"groups/zero_std_fraction": 0.9, "warnings": {"dead_groups": "dead; try easier tasks"}}
+    records = [update(n, **dead) for n in range(1, 7)]
+    (line,) = map(str, doctor.findings(Path("runs/a"), {"group_size": 4}, records))
+    assert "all 4 answers earned the same" in line
+
+
 def test_noise_is_called_noise_and_a_flat_reward_is_explained():
     flat = [{"update": 0} | evaluation(0.40), *(update(n) for n in range(1, 21))]
     flat[-1] |= evaluation(0.43, p=0.4)

@@ -1,6 +1,6 @@
 """What a run shows: at most three findings, the one that matters most first.
 
-    python -m core.report.doctor runs/<name>
+    python -m core.report.doctor runs/<name>     # or the output_dir of TRL's GRPOTrainer
 
 Each says what was measured, where to look, and what to do next. Is the run sound? Is it learning,
 or is the answer in the noise? Why is the reward flat, and the loss 0? Does the policy exploit its
@@ -20,6 +20,7 @@ from core.config import trust_flags
 from core.faults import UsageError
 from core.files.folder import again, quoted, read_settings
 from core.files.log import METRICS, ROLLOUTS, iter_records, read_records
+from core.report import trl_runs
 from core.report.summary import logged_warnings, num_updates
 from core.results import Record, accuracies_of, before_after, from_to, never_right, returns_of
 from core.terminal import cli
@@ -48,7 +49,8 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
     if not any(record.get("update", -1) >= 0 for record in records):
         return []
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
-    found, outcome = _current_warnings(run_dir, records, spec), _outcomes(run_dir, config, records)
+    found = _current_warnings(run_dir, config, records, spec)
+    outcome = _outcomes(run_dir, config, records) or _by_reward(config, records)
     if any(finding.picture == WARNINGS["no_reward"][2] for finding in found):
         outcome = []  # it follows
     if not found and not any(finding.text.startswith("It learns") for finding in outcome):
@@ -56,13 +58,16 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
     return [*found, *_overfit(records), *outcome][:MAX_FINDINGS]
 
 
-def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[Finding]:
+def _current_warnings(
+    run_dir: Path, config: dict[str, Any], records: list[Record], spec: str
+) -> list[Finding]:
     """The warnings of the log that still hold at its end, with their numbers there."""
     logged = {name: (updates, message) for name, updates, message in logged_warnings(records)}
     # --dtype auto does not say how large rounding is; in float32 the message names a lower limit
     limit = f"above {invariants.MAX_GAP_FLOAT32:g};"
     exact = any(limit in message for _, message in logged.values())
-    cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto")
+    sizes = {name: config[name] for name in ("group_size", "num_prompts") if name in config}
+    cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto", **sizes)
     held = diagnostics.active_warnings(records, cfg)
     found = []
     for name, (meaning, _, picture) in WARNINGS.items():
@@ -81,7 +86,8 @@ def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[F
 def _example(run_dir: Path) -> str:
     """The first answer of training, whose reward a reader can judge, and its row in the data. Of an
     episode with several it is the last one; the environment may speak after it."""
-    for rollout in iter_records(run_dir / ROLLOUTS):
+    theirs = trl_runs.is_theirs(run_dir)
+    for rollout in trl_runs.rollouts(run_dir) if theirs else iter_records(run_dir / ROLLOUTS):
         question = asked = answer = ""
         for message in rollout.get("messages", []) if rollout.get("kind") == "train" else []:
             text = printable(str(message.get("content")))[:200]
@@ -172,11 +178,31 @@ def _more_updates(
     return f"a lower --lr or fewer updates, as the reward falls again ({means})"
 
 
+def _by_reward(config: dict[str, Any], records: list[Record]) -> list[Finding]:
+    """Without evaluations: whether training earns more, or less, than in the first updates."""
+    updates = [r for r in records if (r.get("update") or 0) > 0]
+    first, last = updates[: diagnostics.WINDOW], updates[-diagnostics.WINDOW :]
+    change = diagnostics.change_of(first, last, "reward/mean")
+    if before_after(records) or len(updates) < 2 * diagnostics.WINDOW or not change:
+        return []
+    if diagnostics.mean_of(last, "update/moved") == 0:  # then by chance
+        return []
+    where = f"in training {{}} from {from_to(*change)} (means of {len(first)} updates)"
+    if change[0] > change[1]:
+        text = f"It has become worse: the reward {where.format('fell')}"
+        return [Finding(text, "Reward per rollout", f"a lower --lr than {config.get('lr')}, from "
+                        "an earlier checkpoint or from the start")]  # fmt: skip
+    return [Finding(f"It learns: the reward {where.format('rose')}", "Reward per rollout", "a look "
+                    "at held-out tasks, too (--eval-num-tasks, --eval-every)")]  # fmt: skip
+
+
 def _flat(config: dict[str, Any], records: list[Record]) -> list[Finding]:
     """Why a reward without a warning does not rise, and what the loss says about it."""
     updates = [r for r in records if (r.get("update") or 0) > 0]
     first, last = updates[: diagnostics.WINDOW], updates[-diagnostics.WINDOW :]
-    if len(updates) < 2 * diagnostics.WINDOW or diagnostics.change_of(first, last, "reward/mean"):
+    unmoved = diagnostics.mean_of(last, "update/moved") == 0  # then a change is chance
+    changed = not unmoved and diagnostics.change_of(first, last, "reward/mean")
+    if len(updates) < 2 * diagnostics.WINDOW or changed:
         return []
     means = [diagnostics.mean_of(rows, "reward/mean") for rows in (first, last)]
     differing = 1 - diagnostics.mean_of(last, "groups/zero_std_fraction")
@@ -185,8 +211,11 @@ def _flat(config: dict[str, Any], records: list[Record]) -> list[Finding]:
         return []
     text = (f"The reward is flat: {means[0]:.2f} in the first {len(first)} updates, {means[1]:.2f} "
             f"in the last; answers earned different rewards in {differing:.0%} of the groups, and "
-            f"the gradient had a norm of {norm:.2g}. The loss of {loss:.2g} says nothing: "
-            "advantages add up to about 0")  # fmt: skip
+            f"the gradient had a norm of {norm:.2g}")  # fmt: skip
+    if unmoved:
+        return [Finding(f"{text}, but no update has moved the policy", "Reward per rollout",
+                        f"a higher --lr than {config.get('lr')}")]  # fmt: skip
+    text += f". The loss of {loss:.2g} says nothing: advantages add up to about 0"
     return [Finding(text, "Reward per rollout", f"a higher --lr than {config.get('lr')}, a larger "
                     "--group-size, or many more updates")]  # fmt: skip
 
@@ -252,11 +281,18 @@ def main(args: list[str]) -> int:
         if not folders:
             raise UsageError("name the folder of a run: python -m core.report.doctor runs/a")
         for folder in map(Path, folders):
-            config = read_settings(folder / "config.yaml")
-            records = read_records(folder / METRICS)
+            if theirs := trl_runs.is_theirs(folder):
+                config, records = trl_runs.read(folder)
+            else:
+                config = read_settings(folder / "config.yaml")
+                records = read_records(folder / METRICS)
             nothing = (f"Nothing stands out up to update {num_updates(records)}. Two evaluations "
                        "show whether it learns (--eval-num-tasks, --eval-every)")  # fmt: skip
-            for line in lines(folder, config, records) or [nothing]:
+            found = findings(folder, config, records)
+            said = [*map(str, found)] or [nothing]
+            if theirs:
+                said = trl_runs.lines(folder, config, records, found, nothing)
+            for line in said:
                 print(f"{folder}: {line}" if len(folders) > 1 else line)
         return 0
 
