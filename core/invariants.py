@@ -22,6 +22,7 @@ from core.series import (
     known,
     last_of,
     level_of,
+    updates_of,
 )
 
 TWICE = 2  # updates in a row, where one number might be chance
@@ -33,8 +34,9 @@ UNEVEN = 1e-3  # sum of a group's advantages, as a fraction of the sum of their 
 ANSWERS_MOVED = 0.02  # nats per token, since the first evaluation
 FEW_TASKS = 8  # held-out tasks that may all be answered as before
 MIN_SURPRISE = 0.01  # nats per token
-MIN_Z = 5.0  # standard deviations of the mean surprise
+MIN_Z = 4.0  # standard errors of the mean surprise
 EQUAL = 2.0  # times as many equal answers as are likely, or half as many
+MANY_UPDATES, MIN_ERRORS = 8, 6.0  # or a tenth more or less, in updates that scatter so little
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
 MAX_GAP_FLOAT32 = 5e-4  # nats; rounding in float32 is below 1e-5
 MIN_LAG = 0.3  # updates that the sampler lacks, in two canaries
@@ -138,33 +140,42 @@ def sampler_gap(records: list[Record], cfg: Config) -> str:
 
 
 def draws_otherwise(records: list[Record], cfg: Config) -> str:
-    """The mean of -log π over sampled tokens is the mean entropy of π, up to chance."""
-    last = [r for r in records[-WINDOW:] if "gap/surprise" in r]
-    if len(last) < TWICE or selects(cfg) or cfg.staleness or cfg.overlap:
-        return ""
-    z = sum(finite(r, "gap/surprise_z") for r in last) / math.sqrt(len(last))
-    off, entropy = (statistics.fmean(finite(r, name) for r in last)
-                    for name in ("gap/surprise", "policy/entropy"))  # fmt: skip
-    gap = statistics.fmean(finite(r, "gap/logprob_mean") for r in last)
+    """The mean of -log π over sampled tokens is the mean entropy of π, up to chance; the longer a
+    run, the smaller a difference shows."""
+    all_updates = [r for r in updates_of(records) if "gap/surprise" in r]
+    if len(all_updates) < TWICE or cfg.filter_groups or cfg.staleness or cfg.overlap:
+        return ""  # chosen by what they earned, or drawn with older weights
+    z = sum(finite(r, "gap/surprise_z") for r in all_updates) / math.sqrt(len(all_updates))
+    off, entropy, gap = (
+        statistics.fmean(finite(r, name) for r in all_updates)
+        for name in ("gap/surprise", "policy/entropy", "gap/logprob_mean")
+    )
     if not (abs(z) > MIN_Z and abs(off) > max(MIN_SURPRISE, 2 * gap)):
         return ""
-    return (f"-log π is {entropy + off:.3g} nats on average, the entropy {entropy:.3g}: "
-            f"{abs(z):.0f} standard errors apart")  # fmt: skip
+    return (f"-log π of the sampled tokens is {entropy + off:.3g} nats on average, the entropy of π"
+            f" {entropy:.3g}: {abs(z):.0f} standard errors apart")  # fmt: skip
 
 
 def equal_answers(records: list[Record], cfg: Config) -> str:
     """A group has about as many equal answers as their probabilities say."""
-    last = records[-MIN_UPDATES:]
-    equal, likely = (sum(finite(r, f"groups/{key}") for r in last)
-                     for key in ("equal_answers", "likely_equal"))  # fmt: skip
-    chance = 3 * cfg.group_size * (cfg.group_size - 1) / 2  # pairs of a few equal groups
-    if len(last) < TWICE or not (
-        equal > EQUAL * likely + chance or likely > EQUAL * equal + chance
-    ):  # fmt: skip
+    pairs = [
+        (finite(r, "groups/equal_answers"), finite(r, "groups/likely_equal"))
+        for r in updates_of(records)
+        if "groups/likely_equal" in r
+    ]
+    if len(pairs) < TWICE:
         return ""
-    return (
-        f"{equal:.0f} pairs of answers were equal in {len(last)} updates, {likely:.0f} are likely"
-    )
+    equal, likely = (sum(column) for column in zip(*pairs[-MIN_UPDATES:], strict=True))
+    chance = 3 * cfg.group_size * (cfg.group_size - 1) / 2  # pairs of three equal groups
+    if equal > EQUAL * likely + chance or likely > EQUAL * equal + chance:
+        return f"{equal:.0f} pairs of answers were equal lately, where {likely:.0f} are likely"
+    equal, likely = (sum(column) for column in zip(*pairs, strict=True))
+    excess = [a - b for a, b in pairs]
+    errors = abs(statistics.fmean(excess)) / (statistics.stdev(excess) or 1) * len(excess) ** 0.5
+    if len(pairs) < MANY_UPDATES or errors < MIN_ERRORS or abs(equal - likely) < likely / 10:
+        return ""
+    return (f"{equal:.0f} pairs of answers were equal in {len(pairs)} updates, where {likely:.0f} "
+            "are likely")  # fmt: skip
 
 
 def no_end_token(records: list[Record], cfg: Config) -> str:
@@ -317,7 +328,7 @@ def wrong_direction(records: list[Record], cfg: Config) -> str:
               if finite(r, "update/moved") > 2 * finite(r, "gap/logprob_mean")]  # fmt: skip
     if not rewarded or cfg.kl_coef > STRONG_KL or len(values) < MIN_UPDATES:
         return ""
-    if not statistics.fmean(values) < MIN_DIRECTION:
+    if not max(values) < MIN_DIRECTION:
         return ""
     return (f"returns and the changes of log-probs correlate by {statistics.fmean(values):.2f} in "
             f"the last {len(values)} updates")  # fmt: skip
@@ -357,11 +368,6 @@ def broken_facts(records: list[Record], cfg: Config) -> dict[str, str]:
 def by_group(cfg: Config) -> bool:
     """Whether the algorithm compares the rollouts of a group."""
     return "groups" in needs(cfg) and "feedback" not in needs(cfg)
-
-
-def selects(cfg: Config) -> bool:
-    """Whether the rollouts that are trained on were chosen by what they earned."""
-    return bool(cfg.filter_groups)
 
 
 def value_warmup(cfg: Config) -> int:

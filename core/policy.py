@@ -6,7 +6,6 @@
 core/loading.py loads one.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -117,11 +116,6 @@ class Policy:
         """
         with decoder_that_returns(self.causal_lm.get_decoder(), hidden[None]), self.adapters():
             return self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
-
-    def zero_adapters(self) -> float:
-        """Fraction of the LoRA adapters that change nothing yet, because their B is 0."""
-        adapters = [p for name, p in self.trainable().items() if re.search("lora_.*B", name)]
-        return sum(not p.any() for p in adapters) / len(adapters)
 
     def size(self) -> str:
         """Weights and device for the title line, such as '0.88M weights, 0.88M trained, cpu'."""

@@ -107,8 +107,9 @@ class WeightProbe:
 
     def _note_step(self, *_: Any) -> None:
         assert self.optimizer is not None
-        gradient = next(m for w, m in self._holders() if w is self.watched).grad
-        if gradient is not None and not self._in_pieces:
+        holder = next(m for w, m in self._holders() if w is self.watched)
+        held, gradient = any(m is holder for m in self.optimizer.masters), holder.grad
+        if held and gradient is not None and not self._in_pieces:
             passes = self.passes / self.optimizer.loss_scale
             self.of_step = passes, gradient.detach().flatten().to(passes)
         self.passes.zero_()
@@ -231,12 +232,10 @@ def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any
     if not envs:
         return {}
     tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS, hasty=0.0)
-    played = [r for r in collector.demonstrate(tasks) if not r.error]
+    played = [r for r in collector.demonstrate(tasks) if not r.error and not r.episode_truncated]
     if not played:
         return {}
     wrong = [r for r in played if not r.info.get("correct", r.episode_return > 0)]
-    if max(r.episode_return for r in played) <= 0:
-        wrong = played
     found: dict[str, Any] = {"demonstrations/right": 1 - len(wrong) / len(played)}
     for r in wrong[:1]:
         text = next(m["content"] for m in reversed(r.messages) if m["role"] == "assistant")
@@ -248,7 +247,7 @@ def _demonstrates(env: EnvSpec) -> bool:
     """Whether demonstrations cost nothing, and there are some."""
     made: Any = env.constructor
     own = isinstance(made, type) and issubclass(made, Env) and made.demonstrate != Env.demonstrate
-    return own and not env.declares("waits") and not env.declares("heavy")
+    return own and not any(map(env.declares, ("waits", "heavy", "luck")))
 
 
 def judged_again(

@@ -291,9 +291,12 @@ class Env(Instance, ABC):
 
     `tools`: functions that the policy may call before it responds, such as methods of the instance,
     with type hints and Google-style docstrings; plumbing/tools.py says how they are called.
+    `luck`: whether a correct response may lose by chance. Else a run checks at its start that the
+    demonstrations are right.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
+    luck: bool = False
 
     @abstractmethod
     def reset(self, seed: int) -> list[Message]:

@@ -200,8 +200,6 @@ class Run:
             record["groups/repeated"] = len(drawn & before) / max(1, len(drawn))
             self.progress["tasks"] = sorted(drawn)
             self.evaluator.note_trained(rollouts)
-            if self.cfg.lora_rank:
-                record["lora/zero_fraction"] = self.policy.zero_adapters()
             if self.sampler.sync_seconds is not None:
                 record["time/sync_s"] = self.sampler.sync_seconds
             self.outputs.run_log.log_rollouts("train", update, rollouts)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core import diagnostics, invariants
+from core import diagnostics, invariants, series
 from core.algorithm import name_of
 from core.config import trust_flags
 from core.faults import UsageError
@@ -30,6 +30,9 @@ from environments.plumbing.text import printable
 
 MAX_FINDINGS = 3
 CLEAR = 0.05  # McNemar's p below which accuracy has changed
+SOLVED = 0.8  # the lower end of the accuracy's interval: of 64 answers 58 were right
+MANY_CUT = 0.1  # completions that end at the token limit
+RARELY = 0.05  # fraction of right answers
 MAX_DIFFERENCE = 0.2  # of the fractions correct in training and on held-out tasks
 
 
@@ -51,27 +54,40 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
     found = _current_warnings(run_dir, config, records, spec)
     outcome = _outcomes(run_dir, config, records) or _by_reward(config, records)
-    if any(finding.picture == WARNINGS["no_reward"][2] for finding in found):
-        outcome = []  # it follows
-    if not found and not any(finding.text.startswith("It learns") for finding in outcome):
-        outcome += _flat(config, records)
+    named = {*_held(config, records)}
+    if named & {"no_reward", *diagnostics.UNCHANGED}:
+        return found[:MAX_FINDINGS]  # what the reward and the accuracy do follows from it
+    if not found and not any(
+        finding.text.startswith(("It learns", "It has")) for finding in outcome
+    ):
+        flat = _flat(config, records)  # has a better reason than the one after the ";"
+        outcome = [
+            f._replace(next=f.next.partition("; ")[0]) if flat else f for f in outcome
+        ] + flat
     return [*found, *_overfit(records), *outcome][:MAX_FINDINGS]
+
+
+def _held(config: dict[str, Any], records: list[Record]) -> dict[str, str]:
+    """The warnings of the log that still hold at its end, with their numbers there."""
+    logged = {name: message for name, _, message in logged_warnings(records)}
+    # --dtype auto does not say how large rounding is; in float32 the message names a lower limit
+    limit = f"above {invariants.MAX_GAP_FLOAT32:g};"
+    exact = any(limit in message for message in logged.values())
+    sizes = {name: config[name] for name in ("group_size", "num_prompts") if name in config}
+    cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto", **sizes)
+    held = diagnostics.active_warnings(records, cfg)
+    return {name: message for name, message in held.items() if name in logged}
 
 
 def _current_warnings(
     run_dir: Path, config: dict[str, Any], records: list[Record], spec: str
 ) -> list[Finding]:
-    """The warnings of the log that still hold at its end, with their numbers there."""
+    """What these warnings mean, the one that matters most first."""
+    held = _held(config, records)
     logged = {name: (updates, message) for name, updates, message in logged_warnings(records)}
-    # --dtype auto does not say how large rounding is; in float32 the message names a lower limit
-    limit = f"above {invariants.MAX_GAP_FLOAT32:g};"
-    exact = any(limit in message for _, message in logged.values())
-    sizes = {name: config[name] for name in ("group_size", "num_prompts") if name in config}
-    cfg = replace(diagnostics.CONFIG, dtype="float32" if exact else "auto", **sizes)
-    held = diagnostics.active_warnings(records, cfg)
     found = []
     for name, (meaning, _, picture) in WARNINGS.items():
-        if name in held and name in logged:
+        if name in held:
             updates, message = logged[name]
             number, advice = held[name].partition("; try ")[0], message.partition("; try ")[2]
             since = f"({name}, since update {updates[-1]})"
@@ -114,7 +130,7 @@ def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> l
         if p is None and low is not None:  # the tasks are others now: compare the intervals
             apart = low > first[f"eval/{env}/ci_high"] or high < first[f"eval/{env}/ci_low"]
             p = CLEAR / 2 if apart else 1.0
-        on, step = f"on held-out tasks of {env}", _more_updates(run_dir, config, records, after)
+        on, step = f"on held-out tasks of {env}", _more_updates(run_dir, config, records, low)
         if p is not None and p < CLEAR and after > before:
             text = f"It learns: accuracy {on} rose from {from_to(before, after)}"
         elif p is not None and p < CLEAR:
@@ -138,7 +154,7 @@ def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> l
 def _by_return(env: str, first: Record, last: Record, step: str) -> tuple[str, str]:
     """What the mean return says where no held-out answer counted as right, and what to do next."""
     lows, highs = (
-        [diagnostics.finite(record, f"eval/{env}/return_{key}") for record in (first, last)]
+        [series.finite(record, f"eval/{env}/return_{key}") for record in (first, last)]
         for key in ("low", "high")
     )
     means = "{} before and {} after".format(*returns_of(env, first, last))
@@ -154,38 +170,52 @@ def _by_return(env: str, first: Record, last: Record, step: str) -> tuple[str, s
 
 
 def _more_updates(
-    run_dir: Path, config: dict[str, Any], records: list[Record], accuracy: float
+    run_dir: Path, config: dict[str, Any], records: list[Record], lowest: float | None
 ) -> str:
-    """Whether more updates would help, by how the reward moved in the last updates."""
+    """Whether more updates would help, by how the reward moved in the last updates.
+
+    `lowest`: the lower end of the accuracy's interval, as one game that was won solves nothing.
+    """
     updates = [r for r in records if (r.get("update") or 0) > 0]
-    window = max(diagnostics.WINDOW, len(updates) // 4)
+    window = max(series.WINDOW, len(updates) // 4)
     before, last = updates[-2 * window : -window], updates[-window:]
     total = str(2 * num_updates(records))
     go_on = again(config.get("env", ()), "--resume", str(run_dir), "--num-updates", total)
-    if accuracy >= diagnostics.SOLVED:
+    right = series.mean_of(last, "reward/correct")
+    if (lowest or 0) >= SOLVED and config.get("curriculum") and right < SOLVED:
+        return (f"held-out tasks as hard as those that the curriculum trains on by now, of which "
+                f"{right:.0%} are right (--eval-env)")  # fmt: skip
+    if (lowest or 0) >= SOLVED:
         other = "reinforce" if name_of(config["algo"]) == "grpo" else "grpo"
         flags = ["--algo", other, *trust_flags(config, run_dir / "config.yaml")]
         command = again(config.get("env", ()), "--config", str(run_dir), *flags)
         return f"the tasks are solved, so harder ones, or another algorithm: {command}"
-    if len(before) < diagnostics.WINDOW:
+    if len(before) < series.WINDOW:
         return f"more updates, as these are too few to tell: {go_on}"
-    change = diagnostics.change_of(before, last, "reward/mean")
+    if (cut := series.mean_of(last, "length/hit_token_limit")) > MANY_CUT:
+        return f"a higher --max-tokens first, as {cut:.0%} of the completions are cut"
+    change = series.change_of(before, last, "reward/mean")
     if change is None:
-        return "no more of the same updates, as the reward has stopped rising"
-    means = f"{from_to(*change)} in the last {len(last)} updates"
-    if change[1] > change[0]:
-        return f"more updates, as the reward still rises ({means}): {go_on}"
-    return f"a lower --lr or fewer updates, as the reward falls again ({means})"
+        means = [series.mean_of(rows, "reward/mean") for rows in (before, last)]
+        return (f"more updates, to see whether the reward still rises: {from_to(*means)} in the "
+                f"last {len(last)} may be chance: {go_on}")  # fmt: skip
+    means_text = f"{from_to(*change)} in the last {len(last)} updates"
+    if change[1] < change[0]:
+        return f"a lower --lr or fewer updates, as the reward falls again ({means_text})"
+    if right < RARELY and not series.change_of(before, last, "reward/correct"):
+        return (f"reading what earns the reward, which rises ({means_text}) while {right:.0%} of "
+                "the answers are right")  # fmt: skip
+    return f"more updates, as the reward still rises ({means_text}): {go_on}"
 
 
 def _by_reward(config: dict[str, Any], records: list[Record]) -> list[Finding]:
     """Without evaluations: whether training earns more, or less, than in the first updates."""
     updates = [r for r in records if (r.get("update") or 0) > 0]
-    first, last = updates[: diagnostics.WINDOW], updates[-diagnostics.WINDOW :]
-    change = diagnostics.change_of(first, last, "reward/mean")
-    if before_after(records) or len(updates) < 2 * diagnostics.WINDOW or not change:
+    first, last = updates[: series.WINDOW], updates[-series.WINDOW :]
+    change = series.change_of(first, last, "reward/mean")
+    if before_after(records) or len(updates) < 2 * series.WINDOW or not change:
         return []
-    if diagnostics.mean_of(last, "update/moved") == 0:  # then by chance
+    if series.mean_of(last, "update/moved") == 0:  # then by chance
         return []
     where = f"in training {{}} from {from_to(*change)} (means of {len(first)} updates)"
     if change[0] > change[1]:
@@ -199,16 +229,18 @@ def _by_reward(config: dict[str, Any], records: list[Record]) -> list[Finding]:
 def _flat(config: dict[str, Any], records: list[Record]) -> list[Finding]:
     """Why a reward without a warning does not rise, and what the loss says about it."""
     updates = [r for r in records if (r.get("update") or 0) > 0]
-    first, last = updates[: diagnostics.WINDOW], updates[-diagnostics.WINDOW :]
-    unmoved = diagnostics.mean_of(last, "update/moved") == 0  # then a change is chance
-    changed = not unmoved and diagnostics.change_of(first, last, "reward/mean")
-    if len(updates) < 2 * diagnostics.WINDOW or changed:
+    first, last = updates[: series.WINDOW], updates[-series.WINDOW :]
+    unmoved = series.mean_of(last, "update/moved") == 0  # then a change is chance
+    changed = not unmoved and series.change_of(first, last, "reward/mean")
+    if len(updates) < 2 * series.WINDOW or changed:
         return []
-    means = [diagnostics.mean_of(rows, "reward/mean") for rows in (first, last)]
-    differing = 1 - diagnostics.mean_of(last, "groups/zero_std_fraction")
-    norm, loss = (diagnostics.mean_of(last, name) for name in ("grad/norm", "loss"))
+    means = [series.mean_of(rows, "reward/mean") for rows in (first, last)]
+    differing = 1 - series.mean_of(last, "groups/zero_std_fraction")
+    norm, loss = (series.mean_of(last, name) for name in ("grad/norm", "loss"))
     if any(map(math.isnan, [*means, differing, norm, loss])):
         return []
+    if series.mean_of(last, "update/direction") < invariants.MIN_DIRECTION:
+        return []  # the loss follows something else than the rewards, as that of sdpo does
     text = (f"The reward is flat: {means[0]:.2f} in the first {len(first)} updates, {means[1]:.2f} "
             f"in the last; answers earned different rewards in {differing:.0%} of the groups, and "
             f"the gradient had a norm of {norm:.2g}")  # fmt: skip
@@ -216,14 +248,14 @@ def _flat(config: dict[str, Any], records: list[Record]) -> list[Finding]:
         return [Finding(f"{text}, but no update has moved the policy", "Reward per rollout",
                         f"a higher --lr than {config.get('lr')}")]  # fmt: skip
     text += f". The loss of {loss:.2g} says nothing: advantages add up to about 0"
-    return [Finding(text, "Reward per rollout", f"a higher --lr than {config.get('lr')}, a larger "
-                    "--group-size, or many more updates")]  # fmt: skip
+    step = f"a higher --lr than {config.get('lr')}, or a larger --group-size"
+    return [Finding(text, "Reward per rollout", step)]
 
 
 def _overfit(records: list[Record]) -> list[Finding]:
     """Training tasks that are solved far more often than those that no update has seen."""
     envs = before_after(records)
-    correct = diagnostics.mean_of(records[-diagnostics.WINDOW :], "reward/correct")
+    correct = series.mean_of(records[-series.WINDOW :], "reward/correct")
     if len(envs) != 1 or envs[0][1] is envs[0][2]:
         return []
     env, _, last = envs[0]

@@ -70,6 +70,8 @@ class Gymnasium(Env):
     `options`: keyword arguments of the environment, such as map_name=8x8.
     """
 
+    luck = True
+
     def __init__(self, id: str = "CartPole-v1", max_steps: int = 0, repeat: int = 1,
                  scale: float = 1.0, memory: bool = True, words: str = "",
                  **options: Any) -> None:  # fmt: skip
