@@ -142,7 +142,7 @@ def sampler_gap(records: list[Record], cfg: Config) -> str:
 def draws_otherwise(records: list[Record], cfg: Config) -> str:
     """The mean of -log π over sampled tokens is the mean entropy of π, up to chance; the longer a
     run, the smaller a difference shows."""
-    all_updates = [r for r in updates_of(records) if "gap/surprise" in r]
+    all_updates = [r for r in updates_of(records) if not math.isnan(finite(r, "gap/surprise_z"))]
     if len(all_updates) < TWICE or cfg.filter_groups or cfg.staleness or cfg.overlap:
         return ""  # chosen by what they earned, or drawn with older weights
     z = sum(finite(r, "gap/surprise_z") for r in all_updates) / math.sqrt(len(all_updates))
@@ -161,8 +161,8 @@ def equal_answers(records: list[Record], cfg: Config) -> str:
     pairs = [
         (finite(r, "groups/equal_answers"), finite(r, "groups/likely_equal"))
         for r in updates_of(records)
-        if "groups/likely_equal" in r
     ]
+    pairs = [pair for pair in pairs if not math.isnan(sum(pair))]
     if len(pairs) < TWICE:
         return ""
     equal, likely = (sum(column) for column in zip(*pairs[-MIN_UPDATES:], strict=True))
@@ -289,11 +289,11 @@ def no_movement(records: list[Record], cfg: Config) -> str:
 
 def weights_unchanged(records: list[Record], cfg: Config) -> str:
     """A step changes every trained weight."""
-    last = [r for r in records[-MIN_UPDATES:] if finite(r, "update/steps") > 0
+    last = [r for r in records[-TWICE:] if finite(r, "update/steps") > 0
             and r["update"] > max(1, value_warmup(cfg))]  # fmt: skip
     least = min((finite(r, "update/unchanged") for r in last), default=0.0)
     untrained = cfg.optimizer == "adamw_bf16_sr" or getattr(cfg.options, "value_coef", 1) == 0
-    if len(last) < MIN_UPDATES or not 0 < least < 1 or untrained:
+    if len(last) < TWICE or not 0 < least < 1 or untrained:
         return ""
     return f"{least:.0%} of them do not, in {len(last)} updates"
 

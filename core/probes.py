@@ -71,7 +71,9 @@ class WeightProbe:
     def metrics(self, cfg: Config, grad_norm: float | None) -> dict[str, float]:
         """What the update did. `grad_norm`: the norm of the last step's gradient before it was
         clipped, None without a step."""
-        found = {}
+        found = dict[str, float]()
+        if not self.before:
+            return found
         after = [elements(holder) for _, holder in self._holders()]
         sizes = {
             name: (b - a).double().square().mean().sqrt().item()
@@ -255,9 +257,9 @@ def judged_again(
 ) -> dict[str, float]:
     """The fraction of some episodes that earn something else when their answers are given again."""
     chosen = [r for r in sampled if not r.error and is_repeatable(cfg, r)]
-    chosen = [r for r in chosen if "tools" not in r.for_log][:: -(-len(sampled) // NUM_JUDGED)]
     specs = {env.short: env for env in training_envs(cfg.env, cfg.train_difficulty)}
-    chosen = [r for r in chosen if r.env in specs]
+    chosen = [r for r in chosen if r.env in specs and "tools" not in r.for_log]
+    chosen = chosen[:: -(-len(chosen) // NUM_JUDGED) or 1]
     answers = [iter([_completion(r, k) for k in range(len(r.turns))]) for r in chosen]
 
     def again(episode: Episode, _: Agent) -> Wanted:

@@ -66,11 +66,9 @@ class Run:
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
     first_update: int = field(init=False)  # of this process
-    probe: probes.WeightProbe = field(init=False)
 
     def __post_init__(self) -> None:
         self.first_update = max(1, self.next_update)
-        self.probe = probes.WeightProbe(self.policy)
 
     @property
     def next_update(self) -> int:
@@ -81,6 +79,11 @@ class Run:
     def is_sampling(self) -> bool:
         """Whether the present update has changed nothing yet: it can be saved, and begun again."""
         return self.sampled_at < self.started_at
+
+    @cached_property
+    def probe(self) -> probes.WeightProbe:
+        """What looks at the weights before and after an update."""
+        return probes.WeightProbe(self.policy)
 
     @cached_property
     def scores_first(self) -> bool:

@@ -226,7 +226,7 @@ def micro_batch_mean(patch: Patch) -> None:
     patch(train, "forward", means)
 
 
-@fault("LLaMA-Factory #124", "value/loss", "value_head_frozen", "--algo ppo")
+@fault("LLaMA-Factory #124", "value/loss", "weights_unchanged", "--algo ppo")
 def value_head_left_out(patch: Patch) -> None:
     """The optimizer was made before the value head, and does not have it."""
     make = opening.make_optimizer
@@ -248,7 +248,7 @@ def high_rate(patch: Patch) -> None:
     patch(opening, "make_optimizer", hundredfold)
 
 
-@fault("AReaL #1369", "eval/letter_counting/accuracy", "", "--dtype bfloat16 --lr 1e-5")
+@fault("AReaL #1369", "eval/letter_counting/accuracy", "step_size", "--dtype bfloat16 --lr 1e-5")
 def steps_vanish(patch: Patch) -> None:
     """AdamW steps on bfloat16 weights, whose spacing is larger than most steps."""
     patch(optimizer, "dtype_of_master", lambda weight: weight.dtype)

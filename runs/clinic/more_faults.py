@@ -2,8 +2,8 @@
 
     python runs/clinic/faults.py adapters_left_out     # train.py with the fault
 
-The reports are of pull requests, too. `warning` is the number of the fact in issue 69, section 1;
-"": no fact sees the fault.
+The reports are of pull requests, too. `warning` is the fact of core/invariants.py that names it;
+"": none does.
 """
 
 import copy
@@ -42,7 +42,7 @@ SEVERAL = "--max-tokens-per-micro-batch 256"  # micro-batches in a gradient step
 # Fact 1: the policy moves
 
 
-@fault("adapters #260", "grad/norm", "fact 1", LORA)
+@fault("adapters #260", "grad/norm", "no_movement", LORA)
 def adapters_left_out(patch: Patch) -> None:
     """The optimizer was made before the adapters, and holds the base weights, which are frozen."""
     make = opening.make_optimizer
@@ -60,7 +60,7 @@ def adapters_left_out(patch: Patch) -> None:
     patch(opening, "make_optimizer", of_base)
 
 
-@fault("open-rl #80", "grad/norm", "fact 1")
+@fault("open-rl #80", "grad/norm", "no_movement")
 def optimizer_of_a_copy(patch: Patch) -> None:
     """The optimizer holds the weights of another copy of the model than the one that trains."""
     make = opening.make_optimizer
@@ -71,7 +71,7 @@ def optimizer_of_a_copy(patch: Patch) -> None:
     patch(opening, "make_optimizer", of_copy)
 
 
-@fault("open-instruct #537", "update/moved", "fact 1")
+@fault("open-instruct #537", "update/moved", "no_movement")
 def rate_ends_early(patch: Patch) -> None:
     """The schedule of the learning rate counts the rollouts of a group as updates, and is at 0 when
     an eighth of the run is over."""
@@ -85,7 +85,7 @@ def rate_ends_early(patch: Patch) -> None:
 # Fact 2: the environment's own demonstrations are right
 
 
-@fault("TinyZero #120", "reward/mean", "fact 2")
+@fault("TinyZero #120", "reward/mean", "demonstrations_wrong")
 def first_number(patch: Patch) -> None:
     """The reward takes the first number of a response as its answer, also one of the thought."""
     score = letter_counting.score
@@ -97,7 +97,7 @@ def first_number(patch: Patch) -> None:
     patch(letter_counting, "score", first)
 
 
-@fault("evalscope #1753", "reward/mean", "fact 2")
+@fault("evalscope #1753", "reward/mean", "demonstrations_wrong")
 def zero_is_no_answer(patch: Patch) -> None:
     """The reward tests whether there is an answer by its truth, and 0 counts as none."""
     score = letter_counting.score
@@ -112,28 +112,28 @@ def zero_is_no_answer(patch: Patch) -> None:
 # Fact 3: the prompt is what the template writes
 
 
-@fault("TRL #3646", "eval/letter_counting/accuracy", "fact 3")
+@fault("TRL #3646", "eval/letter_counting/accuracy", "prompts_differ")
 def prompts_cut(patch: Patch) -> None:
     """Prompts are cut to 24 tokens from the left, so that the letter asked for is lost."""
     render = context.prompt_ids
     patch(context, "prompt_ids", lambda *args: render(*args)[-24:])
 
 
-@fault("OpenRLHF #393", "eval/letter_counting/accuracy", "fact 3")
+@fault("OpenRLHF #393", "eval/letter_counting/accuracy", "prompts_differ")
 def begins_twice(patch: Patch) -> None:
     """The template writes the token that begins a prompt, and the tokenizer adds it once more."""
     render = context.prompt_ids
     patch(context, "prompt_ids", lambda *args: render(*args)[:1] + render(*args))
 
 
-@fault("smolagents #993, TRL #4361", "eval/letter_counting/accuracy", "fact 3")
+@fault("smolagents #993, TRL #4361", "eval/letter_counting/accuracy", "prompts_differ")
 def turn_not_opened(patch: Patch) -> None:
     """Prompts lack the generation prompt, here one token that opens the assistant's turn."""
     render = context.prompt_ids
     patch(context, "prompt_ids", lambda *args: render(*args)[:-1])
 
 
-@fault("BALROG #7", "eval/letter_counting/accuracy", "fact 3", "--system-prompt Spell.")
+@fault("BALROG #7", "eval/letter_counting/accuracy", "prompts_differ", "--system-prompt Spell.")
 def system_prompt_lost(patch: Patch) -> None:
     """The system prompt is in the messages, but not in the ids that the policy sees."""
     render = context.prompt_ids
@@ -147,7 +147,7 @@ def system_prompt_lost(patch: Patch) -> None:
 # Fact 4: equal answers earn equal rewards
 
 
-@fault("verl #2185, NeMo-RL #3635", "reward/correct", "fact 4")
+@fault("verl #2185, NeMo-RL #3635", "reward/correct", "reward_differs")
 def rewards_in_another_order(patch: Patch) -> None:
     """Rewards are attached to the rollouts of a batch in the order of their lengths."""
     collect = RolloutCollector.collect
@@ -165,7 +165,7 @@ def rewards_in_another_order(patch: Patch) -> None:
     patch(RolloutCollector, "collect", sorted_rewards)
 
 
-@fault("WebAgent-R1 #6", "reward/mean", "fact 4")
+@fault("WebAgent-R1 #6", "reward/mean", "reward_differs")
 def environment_not_reset(patch: Patch) -> None:
     """An environment that is used again is not reset: once it was solved, it stays solved."""
     step = LetterCounting.step
@@ -178,7 +178,7 @@ def environment_not_reset(patch: Patch) -> None:
     patch(LetterCounting, "step", stays)
 
 
-@fault("verifiers #831", "reward/mean", "fact 4")
+@fault("verifiers #831", "reward/mean", "reward_differs")
 def judge_times_out(patch: Patch) -> None:
     """The time limit of a judgement counts the time in the queue; a third of a burst gets 0."""
     step, draws = LetterCounting.step, random.Random(0)
@@ -193,7 +193,7 @@ def judge_times_out(patch: Patch) -> None:
 # Fact 5: the KL to the reference begins at 0
 
 
-@fault("TRL #1340", "kl/reference", "fact 5", "--kl-coef 0.5 --sft-steps 20")
+@fault("TRL #1340", "kl/reference", "reference_differs", "--kl-coef 0.5 --sft-steps 20")
 def reference_before_warm_start(patch: Patch) -> None:
     """The reference is the model before the supervised steps, not the policy when RL begins."""
     begin = train.begin
@@ -206,7 +206,7 @@ def reference_before_warm_start(patch: Patch) -> None:
     patch(train, "begin", with_base)
 
 
-@fault("LLaMA-Factory #10779", "kl/reference", "fact 5", "--kl-coef 0.5")
+@fault("LLaMA-Factory #10779", "kl/reference", "reference_differs", "--kl-coef 0.5")
 def reference_drops_out(patch: Patch) -> None:
     """Dropout acts in the reference, which is another one in each forward pass."""
     freeze = train.freeze_reference
@@ -220,7 +220,7 @@ def reference_drops_out(patch: Patch) -> None:
     patch(train, "freeze_reference", noisy)
 
 
-@fault("TRL #3029", "kl/reference", "fact 5", "--kl-coef 0.5 --temperature 0.7")
+@fault("TRL #3029", "kl/reference", "reference_differs", "--kl-coef 0.5 --temperature 0.7")
 def reference_without_temperature(patch: Patch) -> None:
     """The log-probs of the reference are those of temperature 1, the policy's those of 0.7."""
     score_tokens = train.score_tokens
@@ -230,7 +230,7 @@ def reference_without_temperature(patch: Patch) -> None:
 # Fact 6: every trained tensor has a gradient
 
 
-@fault("TRL #2671", "update/moved", "fact 6")
+@fault("TRL #2671", "update/moved", "weights_unchanged")
 def lower_layers_cut_off(patch: Patch) -> None:
     """Gradient checkpointing breaks the graph in the middle: no gradient reaches lower layers."""
     load = opening.load_policy
@@ -245,7 +245,7 @@ def lower_layers_cut_off(patch: Patch) -> None:
     patch(opening, "load_policy", cut)
 
 
-@fault("ms-swift #10142", "update/moved", "fact 6", LORA)
+@fault("ms-swift #10142", "update/moved", "weights_unchanged", LORA)
 def one_layer_without_gradient(patch: Patch) -> None:
     """What a layer adds is computed without a graph, so its adapters have no gradient."""
     load = opening.load_policy
@@ -263,7 +263,7 @@ def one_layer_without_gradient(patch: Patch) -> None:
 # Fact 7: Adam's steps are about as long as the learning rate
 
 
-@fault("transformers #218", "update/moved", "fact 7")
+@fault("transformers #218", "update/moved", "step_size")
 def warms_up_forever(patch: Patch) -> None:
     """The warm-up is a tenth of all steps, which are counted in rollouts: the rate stays low."""
 
@@ -273,7 +273,7 @@ def warms_up_forever(patch: Patch) -> None:
     patch(running, "lr_factor", factor)
 
 
-@fault("OpenTau #185", "update/moved", "fact 7", "--dtype bfloat16 --lr 3e-5")
+@fault("OpenTau #185", "update/moved", "step_size", "--dtype bfloat16 --lr 3e-5")
 def masters_made_again(patch: Patch) -> None:
     """Float32 masters are made of the bfloat16 weights again and again, and forget small steps."""
     step = MasterAdamW.step
@@ -290,7 +290,7 @@ def masters_made_again(patch: Patch) -> None:
 # Fact 8: the policy that trains is evaluated
 
 
-@fault("NLPDL-2025Fall #31", "eval/letter_counting/accuracy", "fact 8")
+@fault("NLPDL-2025Fall #31", "eval/letter_counting/accuracy", "answers_unchanged")
 def evaluates_the_start(patch: Patch) -> None:
     """Evaluations have the weights of the start; the engine that makes them gets no others."""
     evaluate, start = evaluator.Evaluator.evaluate, dict[str, Any]()
@@ -323,19 +323,19 @@ def reported_as_raw(patch: Patch, **hidden: Any) -> None:
     patch(sampler, "draw", other)
 
 
-@fault("tinker-feedback #148", "reward/mean", "fact 9")
+@fault("tinker-feedback #148", "reward/mean", "draws_otherwise")
 def hidden_temperature(patch: Patch) -> None:
     """The engine draws at temperature 0.5, and both sides have the log-probs of temperature 1."""
     reported_as_raw(patch, temperature=0.5)
 
 
-@fault("NeMo-RL #3497", "reward/mean", "fact 9")
+@fault("NeMo-RL #3497", "reward/mean", "draws_otherwise")
 def hidden_top_p(patch: Patch) -> None:
     """The engine takes its top-p of 0.8 from a file of the model, and nobody knows of it."""
     reported_as_raw(patch, top_p=0.8)
 
 
-@fault("TRL #3494", "reward/mean", "fact 9", "--temperature 1.5")
+@fault("TRL #3494", "reward/mean", "draws_otherwise", "--temperature 1.5")
 def hidden_top_k(patch: Patch) -> None:
     """The engine draws from the two likeliest tokens, by a default that nobody has asked for."""
     reported_as_raw(patch, top_k=2)
@@ -344,14 +344,14 @@ def hidden_top_k(patch: Patch) -> None:
 # Fact 10: the rollouts of a group are drawn independently
 
 
-@fault("tt-metal #53077", "groups/zero_std_fraction", "fact 10")
+@fault("tt-metal #53077", "groups/zero_std_fraction", "equal_answers")
 def one_seed(patch: Patch) -> None:
     """All rollouts have the same seed, so the answers to one prompt are equal."""
     uniforms = sampler.uniforms
     patch(sampler, "uniforms", lambda seed, _, steps: uniforms(seed, [0], steps))
 
 
-@fault("verl-omni #112", "groups/zero_std_fraction", "fact 10")
+@fault("verl-omni #112", "groups/zero_std_fraction", "equal_answers")
 def seeds_collide(patch: Patch) -> None:
     """Seeds are numbered within each worker: every second rollout repeats the one before it."""
     uniforms = sampler.uniforms
@@ -362,7 +362,7 @@ def seeds_collide(patch: Patch) -> None:
 # Fact 11: all backward passes are in the gradient
 
 
-@fault("torchtitan #3575, open-instruct #1498", "grad/norm", "fact 11", SEVERAL)
+@fault("torchtitan #3575, open-instruct #1498", "grad/norm", "passes_lost", SEVERAL)
 def only_the_last_counts(patch: Patch) -> None:
     """Gradients are set to 0 before each backward pass, so only the last micro-batch counts."""
     backward = MasterAdamW.backward
@@ -374,7 +374,7 @@ def only_the_last_counts(patch: Patch) -> None:
     patch(MasterAdamW, "backward", alone)
 
 
-@fault("ms-swift #10117, verl-SpeCo #29", "grad/norm", "fact 11", SEVERAL)
+@fault("ms-swift #10117, verl-SpeCo #29", "grad/norm", "passes_lost", SEVERAL)
 def gradients_averaged(patch: Patch) -> None:
     """The loss is normalized over all micro-batches, and then their gradients are averaged."""
     backward, total, count = MasterAdamW.backward, MasterAdamW.sum_gradients, Counter[str]()
@@ -396,14 +396,14 @@ def gradients_averaged(patch: Patch) -> None:
 # Fact 12: the advantages of a group add up to 0
 
 
-@fault("rllm #776", "update/direction", "fact 12")
+@fault("rllm #776", "update/direction", "advantages_uneven")
 def no_baseline(patch: Patch) -> None:
     """Each rollout has an id of its own, and is a group of one: returns have no baseline."""
     patch(grpo, "group_mean", lambda x, _: torch.zeros_like(x))
     patch(grpo, "group_std", lambda x, _: torch.ones_like(x))
 
 
-@fault("grpo-flat #2", "update/direction", "fact 12")
+@fault("grpo-flat #2", "update/direction", "advantages_uneven")
 def baseline_of_the_batch(patch: Patch) -> None:
     """Mean and standard deviation are those of all returns of the batch, not of the group's."""
     mean, std = grpo.group_mean, grpo.group_std
@@ -411,7 +411,7 @@ def baseline_of_the_batch(patch: Patch) -> None:
     patch(grpo, "group_std", lambda x, ids: std(x, ids * 0))
 
 
-@fault("d1 #19", "update/direction", "fact 12")
+@fault("d1 #19", "update/direction", "advantages_uneven")
 def baseline_of_other_prompts(patch: Patch) -> None:
     """Returns are cut into groups across the prompts: each baseline is of eight other prompts."""
     mean = grpo.group_mean
@@ -425,7 +425,7 @@ def baseline_of_other_prompts(patch: Patch) -> None:
 # Fact 13: one prompt has one value
 
 
-@fault("ROLL #3, trlx #341", "value/loss", "fact 13", "--algo ppo")
+@fault("ROLL #3, trlx #341", "value/loss", "values_differ", "--algo ppo")
 def values_of_the_next_state(patch: Patch) -> None:
     """The value of a token is read from the state after it, which knows the token."""
 
@@ -449,7 +449,7 @@ def values_of_the_next_state(patch: Patch) -> None:
 # Fact 14: what has stopped ends with an end token
 
 
-@fault("xtuner #1063, vLLM #28185", "tokens/sampled", "fact 14")
+@fault("xtuner #1063, vLLM #28185", "tokens/sampled", "no_end_token")
 def ends_not_returned(patch: Patch) -> None:
     """The engine says that a completion has stopped, and leaves out the token that ended it."""
     build = sampler.to_completion
@@ -463,7 +463,7 @@ def ends_not_returned(patch: Patch) -> None:
     patch(sampler, "to_completion", without_end)
 
 
-@fault("LiteLLM #25825, inspect_ai #5143", "length/hit_token_limit", "fact 14",
+@fault("LiteLLM #25825, inspect_ai #5143", "length/hit_token_limit", "no_end_token",
        "--max-tokens 18 --mask-truncated-completions")  # fmt: skip
 def cuts_called_stops(patch: Patch) -> None:
     """The engine says "stop" for completions that were cut at the token limit, too."""
@@ -474,7 +474,7 @@ def cuts_called_stops(patch: Patch) -> None:
 # Fact 15: after the first of several steps the ratio is not 1
 
 
-@fault("tensorforce #312, higgsfield #20", "kl/approx", "fact 15", "--num-minibatches 4")
+@fault("tensorforce #312, higgsfield #20", "kl/approx", "ratio_stays_one", "--num-minibatches 4")
 def old_is_new(patch: Patch) -> None:
     """The old log-probs are computed again before each step, so the ratio is 1 in all of them."""
     forward = train.forward
@@ -490,14 +490,14 @@ def old_is_new(patch: Patch) -> None:
 # Fact 16: as many tasks are evaluated as were asked for
 
 
-@fault("UniRL #189", "eval/letter_counting/tasks", "fact 16")
+@fault("UniRL #189", "eval/letter_counting/tasks", "tasks_missing")
 def evaluates_one_batch(patch: Patch) -> None:
     """Only the first batch of the held-out tasks is evaluated, here 16."""
     eval_tasks = evaluator.eval_tasks
     patch(evaluator, "eval_tasks", lambda *args: eval_tasks(*args)[:16])
 
 
-@fault("rl-prompt #42", "eval/letter_counting/tasks", "fact 16")
+@fault("rl-prompt #42", "eval/letter_counting/tasks", "tasks_missing")
 def accuracy_of_the_last_batch(patch: Patch) -> None:
     """All held-out tasks are played, but the accuracy is that of the last batch, here of 16."""
     accuracy = evaluation.accuracy_metrics
