@@ -61,12 +61,18 @@ def level_of(recent: list[Record], name: str) -> float:
 
 def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
     """The means of a metric in both lists; None unless they differ by two standard errors."""
+    before, after, error = means_of(first, last, name)
+    return (before, after) if abs(after - before) > 2 * error else None
+
+
+def means_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float, float]:
+    """The means of a metric in both lists, and the standard error of their difference; NaN with
+    fewer than WINDOW values."""
     before, after = values_of(first, name), values_of(last, name)
     if not before or not after:
-        return None
-    means = statistics.fmean(before), statistics.fmean(after)
+        return math.nan, math.nan, math.nan
     error = math.sqrt(sum(statistics.variance(v) / len(v) for v in (before, after)))
-    return means if abs(means[1] - means[0]) > 2 * error else None
+    return statistics.fmean(before), statistics.fmean(after), error
 
 
 def evaluated(record: Record, metric: str) -> list[str]:

@@ -86,6 +86,57 @@ def test_noise_is_called_noise_and_a_flat_reward_is_explained():
     assert "in 75% of the groups" in reward and "norm of 0.3. The loss of 0.001 says" in reward
 
 
+def after_training(**metrics):
+    """What is next after 40 updates at a mean reward of 0.5, and an evaluation that is no better;
+    `metrics`: numbers, or functions of the update; names have __ for /."""
+    metrics = {name.replace("__", "/"): value for name, value in metrics.items()}
+    rows = [{"update": 0} | evaluation(0.2)]
+    for n in range(1, 41):
+        row = {name: value(n) if callable(value) else value for name, value in metrics.items()}
+        rows.append(update(n, **{"reward/correct": 0.5} | row))
+    rows[-1] |= evaluation(0.5, p=1e-9)
+    return shown(rows)[0]
+
+
+def test_whether_more_updates_help_is_said_as_surely_as_it_is_known():
+    assert "may be chance: python train.py --resume" in after_training(reward__std=0.3)
+    still = {"reward__mean": 0.5, "reward__std": 0.3}
+    assert "as the reward has stopped rising" in after_training(**still)
+    cut = {"reward__std": 0.3, "length__hit_token_limit": 0.33}
+    assert "a higher --max-tokens first, as 33% of" in after_training(**cut)
+    low = {"reward__mean": lambda n: 0.09 + n / 4000, "reward__std": 0.01, "reward__correct": 0.0}
+    assert "what earns the reward, which rises (0.096 to 0.099" in after_training(**low)
+
+
+def test_tasks_are_solved_where_the_interval_says_so():
+    def next_step(low, **config):
+        rows = [{"update": 0} | evaluation(0.2), *(update(n, 0.9) for n in range(1, 12))]
+        for row in rows:
+            row["reward/correct"] = 0.3
+        rows[-1] |= evaluation(1.0, p=1e-3, low=low, high=1.0)
+        settings = {"algo": "grpo", "lr": 1e-5} | config
+        return str(doctor.findings(Path("runs/a"), settings, rows)[0])
+
+    assert "the tasks are solved" in next_step(0.94) and "solved" not in next_step(0.2)
+    assert "as hard as those that the curriculum trains on" in next_step(0.94, curriculum=0.8)
+
+
+def test_what_the_policy_did_not_learn_is_not_explained_by_its_accuracy():
+    """A policy that does not move learns nothing by heart, and needs no more updates."""
+
+    def rows(**metrics):
+        still = {"update/moved": 0.0, "update/steps": 1, "tokens/trained": 9} | metrics
+        found = [{"update": 0} | evaluation(0.2), *(update(n, **still) for n in range(1, 12))]
+        for row in found[1:]:
+            row["reward/correct"] = 0.9
+        found[2]["warnings"] = {"no_movement": "no; try its lr"}
+        found[-1] |= evaluation(0.21, p=0.9)
+        return found
+
+    assert len(shown(rows())) == 1 and "do not change the policy" in shown(rows())[0]
+    assert any("by heart" in line for line in shown(rows(**{"update/moved": 0.1})))
+
+
 def test_one_task_is_not_answered_with_more_of_them():
     """A greedy player meets one course of a game without chance, whatever --eval-num-tasks."""
     rows = [{"update": 0} | evaluation(0.0), update(1) | evaluation(1.0, p=1.0)]

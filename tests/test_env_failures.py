@@ -260,8 +260,9 @@ def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch):
 
 
 def test_a_server_that_dies_ends_the_run_which_a_new_server_continues(command, one_turn):
-    """Updates 1 and 2 have 4 episodes each; from the third on the server is down."""
-    state = {"left": 8}
+    """Updates 1 and 2 have 4 episodes each, those of update 1 are judged twice; from the third on
+    the server is down."""
+    state = {"left": 12}
 
     def serve(env, response):
         state["left"] -= 1

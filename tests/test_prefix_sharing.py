@@ -99,7 +99,7 @@ def test_logits_are_computed_once_for_tokens_sampled_after_the_same_prefix():
         sizes.append(len(h))
         return h @ torch.tensor([[0.0] * 9, [1.0] + [0.0] * 7 + [2.0]])
 
-    logprobs, _ = token_logprobs(hidden, tree.nodes[:, 1], ids[:, 2], to_logits)
+    logprobs, *_ = token_logprobs(hidden, tree.nodes[:, 1], ids[:, 2], to_logits)
     assert sizes == [1] and torch.equal(logprobs, logprobs[0].expand(3))
     logprobs.sum().backward()
     assert (hidden.grad.abs().sum(1) > 0).tolist() == [False, True, False, False]

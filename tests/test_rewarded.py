@@ -808,8 +808,8 @@ def test_a_run_tells_functions_how_many_updates_are_complete(command, place):
     options = ["--num-prompts", 2, "--eval-num-tasks", 4, "--eval-every", 2, "--max-tokens", 4]
     env = "rewarded:data=rows.jsonl,reward=state.py:f"
     assert command("--env", env, "--num-updates", 3, *options)[0] == 0
-    # evaluation, updates 1 and 2, evaluation, update 3, evaluation
-    assert [line[0] for line in Path("log").read_text().splitlines()] == [*"001223"]
+    # evaluation, update 1, its answers once more, update 2, evaluation, update 3, evaluation
+    assert [line[0] for line in Path("log").read_text().splitlines()] == [*"0001223"]
 
 
 def test_functions_read_how_many_passes_over_the_rows_are_complete():

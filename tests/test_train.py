@@ -199,8 +199,9 @@ def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, whole_run):
 
 
 def test_the_model_has_the_last_weights_though_their_update_was_not_saved(command, pays):
-    """Update 1 is saved, update 2 is not, and update 3 has no finite gradient."""
-    pays(lambda answer, number: float(len(answer) % 2) if number < 2 * 8 else 3e38)
+    """Update 1, which is judged twice, is saved, update 2 is not, and update 3 has no finite
+    gradient."""
+    pays(lambda answer, number: float(len(answer) % 2) if number < 3 * 8 else 3e38)
     flags = """--sft-steps 0 --env task --num-updates 3 --eval-num-tasks 0 --save-every 0 --lr 1e-3
         --algo reinforce --reinforce.baseline none --max-tokens 4 --run-name a""".split()
     code, _, err = command(*SMALL, *flags)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from time import perf_counter
 
-from core import canary, observations, selection, tasks
+from core import canary, observations, probes, selection, tasks
 from core.canary import Canary
 from core.loop.run import Run
 from core.loop.staleness import older_weights
@@ -70,6 +70,8 @@ def collect(
             selection.check_reward_parts(cfg, usable)
             selection.check_feedback(cfg, usable)
             observations.check(cfg, policy.tokenizer, usable, run.say)
+        if update == 1 and attempt == 0:
+            found[0].update(probes.judged_again(cfg, run.collector, usable))
         kept += selection.with_spread(cfg, usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")

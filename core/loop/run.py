@@ -152,8 +152,6 @@ class Run:
         lr = cfg.lr * lr_factor(cfg, update, self.progress["sampled_tokens"])
         metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)
-        if update == 1:
-            metrics |= probes.judged_again(cfg, self.collector, batch.rollouts)
         metrics |= trace_tokens(self.policy, cfg, batch)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
         metrics |= seen

@@ -33,6 +33,7 @@ CLEAR = 0.05  # McNemar's p below which accuracy has changed
 SOLVED = 0.8  # the lower end of the accuracy's interval: of 64 answers 58 were right
 MANY_CUT = 0.1  # completions that end at the token limit
 RARELY = 0.05  # fraction of right answers
+NOTHING = 0.02  # of the standard deviation of returns: a reward that rises less has stopped
 MAX_DIFFERENCE = 0.2  # of the fractions correct in training and on held-out tasks
 
 
@@ -196,8 +197,10 @@ def _more_updates(
         return f"a higher --max-tokens first, as {cut:.0%} of the completions are cut"
     change = series.change_of(before, last, "reward/mean")
     if change is None:
-        means = [series.mean_of(rows, "reward/mean") for rows in (before, last)]
-        return (f"more updates, to see whether the reward still rises: {from_to(*means)} in the "
+        was, now, error = series.means_of(before, last, "reward/mean")
+        if now - was + 2 * error <= NOTHING * series.finite(last[-1], "reward/std"):
+            return "no more of the same updates, as the reward has stopped rising"
+        return (f"more updates, to see whether the reward still rises: {from_to(was, now)} in the "
                 f"last {len(last)} may be chance: {go_on}")  # fmt: skip
     means_text = f"{from_to(*change)} in the last {len(last)} updates"
     if change[1] < change[0]:

@@ -1,7 +1,9 @@
 """Makes the runs of data/: every fault and many healthy runs, and keeps their metrics.
 
     python runs/clinic/collect.py faults            # data/faults.jsonl
-    python runs/clinic/collect.py healthy smollm2   # data/healthy.jsonl, data/smollm2.jsonl
+    python runs/clinic/collect.py twins             # healthy runs with the flags of the faults
+    python runs/clinic/collect.py healthy           # healthy runs with odd settings
+    python runs/clinic/collect.py smollm2           # a few of both on a pretrained model
 
 A line of a file is a run: its name, the fault ("": none), the seed, the flags of train.py, and the
 metrics by name, each a list with a value for every record of metrics.jsonl, null where it has none,
@@ -63,6 +65,9 @@ def jobs_of(kind: str) -> list[dict[str, Any]]:
             *(flags.strip() for line in ODD.strip().split("\n") for flags in line.split("|")),
         ]
         return [job(flags or "default", "", seed, 8, 32, flags) for flags in odd for seed in SEEDS]
+    if kind == "twins":  # the healthy runs beside the faults
+        each = dict.fromkeys(fault.flags for fault in ALL.values())
+        return [job(flags or "default", "", 0, 30, 64, flags) for flags in each]
     flags = "--model-id smollm2 --env letter_counting:difficulty=2 --lr 1e-5 --max-tokens 48"
     return [job(f"{name or 'healthy'} on smollm2", name, 0, 4, 16, flags) for name in ON_SMOLLM2]
 

@@ -5,7 +5,6 @@
     python runs/clinic/faults.py nothing                     # train.py as it is
     python runs/clinic/faults.py --quiz 1                    # a fault without its name and warnings
     python runs/clinic/faults.py --answer 1                  # .. and which it was
-    python runs/clinic/faults.py table                       # the table and the picture of the page
 
 A fault is a function that replaces parts of our modules with `patch(module, name, value)`.
 """
@@ -19,10 +18,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
-import record  # noqa: E402
 import torch  # noqa: E402
 from entries import Fault, Patch, entering  # noqa: E402
-from figures import figure, panel  # noqa: E402
 from more_faults import MORE  # noqa: E402
 from torch.nn.functional import dropout  # noqa: E402
 
@@ -36,7 +33,6 @@ from core import (  # noqa: E402
     tasks,
 )
 from core.loop import open as opening  # noqa: E402
-from core.report.curves import INK, RED  # noqa: E402
 from core.types import Completion  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 
@@ -154,7 +150,7 @@ def cut_answers(patch: Patch) -> None:
 # 3. the wrong advantages
 
 
-@fault("TRL #3098", "update/direction", "wrong_direction")
+@fault("TRL #3098", "update/direction", "advantages_uneven")
 def advantages_shifted(patch: Patch) -> None:
     """After a gather in another order each rollout has the advantage of its neighbour."""
     add_advantages = train.add_advantages
@@ -292,131 +288,8 @@ def evaluates_on_training(patch: Patch) -> None:
     patch(tasks, "train_tasks", few)
 
 
-HEALTHY = {  # the run without a fault, by its flags
-    "": "healthy", "--lora-rank 8 --lr 2e-4": "healthy_lora", "--top-p 0.9": "healthy_top_p",
-    "--temperature 1.5": "healthy_hot", "--max-tokens 3": "healthy", "--kl-coef 5": "healthy_kl",
-    "--max-tokens-per-micro-batch 256": "healthy",
-    "--algo ppo": "healthy_ppo", "--dtype bfloat16 --lr 1e-5": "healthy_bf16",
-    "--eval-num-tasks 64": "healthy",
-}  # fmt: skip
-REPOSITORIES = {
-    "TRL": "huggingface/trl", "verl": "verl-project/verl", "vLLM": "vllm-project/vllm",
-    "Search-R1": "PeterGriffinJin/Search-R1",
-    "ToolRL": "qiancheng0/ToolRL", "Logic-RL": "Unakar/Logic-RL", "open-r1": "huggingface/open-r1",
-    "ChatGLM-Efficient-Tuning": "hiyouga/ChatGLM-Efficient-Tuning", "AReaL": "areal-project/AReaL",
-    "prime-rl": "PrimeIntellect-ai/prime-rl", "LLaMA-Factory": "hiyouga/LlamaFactory",
-    "hello-agents": "datawhalechina/hello-agents", "OpenRLHF": "OpenRLHF/OpenRLHF",
-    "adapters": "adapter-hub/adapters", "open-rl": "gke-labs/open-rl",
-    "open-instruct": "allenai/open-instruct", "TinyZero": "Jiayi-Pan/TinyZero",
-    "evalscope": "modelscope/evalscope", "smolagents": "huggingface/smolagents",
-    "BALROG": "balrog-ai/BALROG", "NeMo-RL": "NVIDIA-NeMo/RL",
-    "WebAgent-R1": "weizhepei/WebAgent-R1", "verifiers": "PrimeIntellect-ai/verifiers",
-    "ms-swift": "modelscope/ms-swift", "transformers": "huggingface/transformers",
-    "OpenTau": "TensorAuto/OpenTau", "NLPDL-2025Fall": "linhaowei1/NLPDL-2025Fall",
-    "tinker-feedback": "thinking-machines-lab/tinker-feedback", "tt-metal": "tenstorrent/tt-metal",
-    "verl-omni": "verl-project/verl-omni", "torchtitan": "pytorch/torchtitan",
-    "verl-SpeCo": "verl-project/verl-SpeCo", "rllm": "rllm-org/rllm",
-    "grpo-flat": "XU-YIJIE/grpo-flat", "d1": "dllm-reasoning/d1", "ROLL": "alibaba/ROLL",
-    "trlx": "CarperAI/trlx", "xtuner": "InternLM/xtuner", "LiteLLM": "BerriAI/litellm",
-    "inspect_ai": "UKGovernmentBEIS/inspect_ai", "tensorforce": "tensorforce/tensorforce",
-    "higgsfield": "higgsfield-ai/higgsfield", "UniRL": "Tencent-Hunyuan/UniRL",
-    "rl-prompt": "mingkaid/rl-prompt", "ballbeam-gym": "simon-larsson/ballbeam-gym",
-    "NLE": "facebookresearch/nle", "pg-is-all-you-need": "MrSyee/pg-is-all-you-need",
-    "flow_grpo": "yifan123/flow_grpo", "Visual-RFT": "Liuziyu77/Visual-RFT",
-}  # fmt: skip
-
-
-def write() -> None:
-    draw()
-    record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
-
-
-def read(name: str) -> list[dict[str, Any]]:
-    """The records of a run's updates."""
-    records = record.read_records(HERE / f"{name}.jsonl")
-    return [r for r in records if r.get("update")]
-
-
-def series(name: str, metric: str) -> tuple[list[int], list[float]]:
-    """The updates and the values of a metric."""
-    of = metric.split(" / ")  # one metric, or the quotient of two
-    rows = [r for r in read(name) if all(r.get(part) is not None for part in of)]
-    points = [(r["update"], r[of[0]] / (r[of[1]] if of[1:] else 1)) for r in rows]
-    return [update for update, _ in points], [value for _, value in points]
-
-
-def raised(name: str) -> tuple[int, str, str]:
-    """Update, name and text of the warning that names a fault, else of the first one at all;
-    (0, "", "") without any."""
-    for r in read(name):
-        for warning, text in r.get("warnings", {}).items():
-            if warning == (FAULTS[name].warning or warning):
-                return r["update"], warning, text
-    return 0, "", ""
-
-
-def links(source: str) -> str:
-    """Issue numbers as links.
-
-    >>> links("verl #5635, #7, arXiv:2403.17031").count("https")
-    3
-    """
-    shown, repository = [], ""
-    for name in source.split(", "):
-        project, _, number = name.partition("#")
-        repository = REPOSITORIES.get(project.strip(), repository)
-        to = f"https://github.com/{repository}/issues/{number}"
-        if not number:
-            to = f"https://arxiv.org/abs/{name.removeprefix('arXiv:')}"
-        shown.append(f"[{name}]({to})")
-    return ", ".join(shown)
-
-
-def table() -> list[str]:
-    """A row per fault, as Markdown."""
-    rows = []
-    for name, each in FAULTS.items():
-        update, warning, text = raised(name)
-        what = " ".join((each.install.__doc__ or "").split())
-        at = update or read(name)[-1]["update"]
-        values = [dict(zip(*series(run, each.metric), strict=True)).get(at)
-                  for run in (HEALTHY[each.flags], name)]  # fmt: skip
-        sign = " → ".join("-" if value is None else f"{value:.3g}" for value in values)
-        named = f"`{warning}`: {text.partition('; try ')[0]}" if warning else "none"
-        rows.append([f"`{name}`", links(each.source), what, f"`{each.metric}` {sign}",
-                     str(update or "-"), named])  # fmt: skip
-    return record.markdown("fault | reported in | what is wrong | first sign: healthy → broken | "
-                           "update | warning", rows)  # fmt: skip
-
-
-def draw() -> None:
-    """A panel per fault: the metric that shows it, healthy (grey) and broken."""
-    title = "Twenty bugs that raise no error: what each does to a metric (grey: the healthy run)"
-    with figure(HERE / "curves.png", title, 4, 5, (13.5, 8.1)) as axes:
-        for axis, (name, each) in zip(axes, FAULTS.items(), strict=True):
-            curves = [series(run, each.metric) for run in (HEALTHY[each.flags], name)]
-            axis.plot(*curves[0], color="#9a9aa5", linewidth=3.5)
-            axis.plot(*curves[1], color=RED, linewidth=2)
-            if each.metric.startswith("gap/logprob"):
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
-                axis.minorticks_off()
-            update, warning, _ = raised(name)
-            panel(axis, name.replace("_", " "), size=11)
-            short = each.metric.replace("letter_counting/", "").replace(" / ", " /\n")
-            axis.set_ylabel(short, fontsize=8)
-            axis.tick_params(labelsize=7)
-            if update:
-                axis.axvline(update, color=INK, linewidth=1, linestyle=":")
-            axis.set_xlim(0.5, curves[1][0][-1] + 0.5)
-            sign = f"update {update}: {warning.replace('_', ' ')}" if update else "no warning"
-            axis.set_xlabel(sign, fontsize=9, color=INK if each.warning else "#9a9aa5")
-
-
 def main(args: list[str]) -> int:
     name, *flags = args or [""]
-    if name == "table":
-        return write() or 0
     hidden = name in ("--quiz", "--answer") and bool(flags)
     if hidden:
         number, *flags = flags
