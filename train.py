@@ -284,14 +284,14 @@ def run(cfg: Config, env: Any = None, **data: Any) -> int:
         found = rewarded.of_objects(**data) if data else env
         return cfg if found is None else replace(cfg, env=(registry.name_object(found),))
 
-    return cli.run(main, [], named)
+    return cli.execute(main, [], named)
 
 
-def run_command(args: list[str]) -> int:
+def execute(args: list[str]) -> int:
     """What `python train.py ARGS` does. Returns the exit code."""
-    return cli.run(main, args)
+    return cli.execute(main, args)
 
 
 if __name__ == "__main__":
     gc.freeze()  # the garbage collector skips what was imported: saves 1 s at the exit
-    sys.exit(run_command(sys.argv[1:]))
+    sys.exit(execute(sys.argv[1:]))

@@ -168,7 +168,7 @@ def test_only_the_first_rank_of_a_machine_says_that_a_run_stopped(monkeypatch, c
     def interrupted(_):
         raise Stopped("stopped and saved")
 
-    codes = [cli.run(main, [], parse=lambda _: None) for main in (lambda _: 1, interrupted)]
+    codes = [cli.execute(main, [], parse=lambda _: None) for main in (lambda _: 1, interrupted)]
     assert codes == ([1, 130] if rank == 0 else [0, 0])
     assert capsys.readouterr().out == ("train.py: stopped and saved\n" if rank == 0 else "")
 

@@ -54,7 +54,7 @@ def episode(text):
         def demonstrate(self, hasty=False):
             return text
 
-    return _recorded(play, "CONSOLE", lambda: play.run_episode(Hostile(), 0, interactive=False))
+    return _recorded(play, "CONSOLE", lambda: play.play_episode(Hostile(), 0, interactive=False))
 
 
 def note(text):
@@ -70,7 +70,7 @@ def error(text):
 
     stderr = io.StringIO()
     with redirect_stderr(stderr):
-        assert cli.run(fail, [], lambda args: args) == 2
+        assert cli.execute(fail, [], lambda args: args) == 2
         assert stderr.getvalue().count("\n") == 1
         interrupt.show_error(RuntimeError, RuntimeError(text), None)
     return stderr.getvalue()

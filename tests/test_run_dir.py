@@ -17,7 +17,7 @@ from conftest import SMALL
 
 from core.faults import UsageError
 from core.files.folder import create_run, lock_run_dir, new_folder
-from core.loop import open as run
+from core.loop import open as opening
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}
@@ -125,7 +125,9 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
     template.write_text(shown + template.read_text())
     flags = f"--run-name a --model-id {folder} --template-options brief=true".split()
     for day, started in ((9, [*SMALL, *flags]), (10, ["--resume", "runs/a", "--num-updates", 2])):
-        monkeypatch.setattr(run, "date", SimpleNamespace(today=lambda day=day: date(2025, 3, day)))
+        monkeypatch.setattr(
+            opening, "date", SimpleNamespace(today=lambda day=day: date(2025, 3, day))
+        )
         code, _, stderr = command(*started)
         assert code == 0, stderr
         settings = yaml.safe_load(Path("runs/a/config.yaml").read_text())

@@ -25,7 +25,7 @@ from core.files.log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import Completion
-from environments.__main__ import run_command
+from environments.__main__ import execute
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import user
 from environments.plumbing import registry
@@ -581,7 +581,7 @@ def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
 
 def test_environments_with_tools_are_played_in_the_terminal_and_the_browser(capsys):
     name = "calculator"
-    assert run_command(["show", name]) == 0 and "tool:" in capsys.readouterr().out
+    assert execute(["show", name]) == 0 and "tool:" in capsys.readouterr().out
     episode = Episode(make(name), name, EVAL_SEEDS[0], {})
     assert {row["speaker"] for row in episode.log} == {"tools", "environment"}
     while episode.asked:

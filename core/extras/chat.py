@@ -130,13 +130,13 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
     )  # fmt: skip
 
 
-def run(main: Callable[[Flags, Config], int], args: list[str]) -> int:
-    """`main` with the parsed flags; errors as `cli.run` reports them."""
-    return cli.run(lambda parsed: main(*parsed), args, parse, "core.chat")
+def execute(main: Callable[[Flags, Config], int], args: list[str]) -> int:
+    """`main` with the parsed flags; errors as `cli.execute` reports them."""
+    return cli.execute(lambda parsed: main(*parsed), args, parse, "core.chat")
 
 
 if __name__ == "__main__":
-    if code := run(lambda *_: 0, sys.argv[1:]):
+    if code := execute(lambda *_: 0, sys.argv[1:]):
         sys.exit(code)  # --help and errors, before the slow imports
     cli.say_loading()
 
@@ -408,4 +408,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, sys.argv[1:]))
+    sys.exit(execute(main, sys.argv[1:]))

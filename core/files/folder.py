@@ -193,7 +193,7 @@ def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:
     """What starts train.py with `flags`, which name a run on `envs`: a command, or else a call for
     the Python that has them."""
     if any(EnvSpec.read(env).only_in_python for env in envs):
-        return f"train.run_command({[*flags]})"
+        return f"train.execute({[*flags]})"
     return quoted(["python", "train.py", *flags])
 
 

@@ -165,7 +165,7 @@ def narrow(row: list[str]) -> str:
 def main(args: list[str]) -> int:
     """Runs the command; returns the exit code, 2 after invalid input, 1 if the disk fails."""
     prog = "python -m core.report.compare"
-    return cli.run(lambda given: tyro.cli(compare, args=given, prog=prog) or 0, args,
+    return cli.execute(lambda given: tyro.cli(compare, args=given, prog=prog) or 0, args,
                    lambda given: given, "core.report.compare")  # fmt: skip
 
 

@@ -260,7 +260,7 @@ def main(args: list[str]) -> int:
                 print(f"{folder}: {line}" if len(folders) > 1 else line)
         return 0
 
-    return cli.run(show, args, lambda given: given, "core.report.doctor")
+    return cli.execute(show, args, lambda given: given, "core.report.doctor")
 
 
 if __name__ == "__main__":

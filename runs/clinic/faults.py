@@ -436,7 +436,7 @@ def main(args: list[str]) -> int:
         flags = [*FAULTS[name].flags.split(), *flags]
     elif name != "nothing":
         sys.exit(f"faults.py: name one of nothing, {', '.join(FAULTS)}, then flags of train.py")
-    return train.run_command(flags)
+    return train.execute(flags)
 
 
 if __name__ == "__main__":

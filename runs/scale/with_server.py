@@ -52,9 +52,9 @@ def main(args: list[str]) -> int:
         RUNS.mkdir(exist_ok=True)
         print("starting vLLM's server ..", file=sys.stderr)
         with started(server_command(cfg), RUNS / "server.log", second_gpu()) as url:
-            return train.run_command([*args, *flags, "--base-url", url])
+            return train.execute([*args, *flags, "--base-url", url])
 
-    return cli.run(with_server, args, lambda _: None, "with_server.py")
+    return cli.execute(with_server, args, lambda _: None, "with_server.py")
 
 
 def server_command(cfg: Config) -> list[str]:
