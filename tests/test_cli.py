@@ -21,7 +21,7 @@ from core.algorithm import algorithm_names, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.faults import Fault, UsageError
-from core.files.folder import config_to_dict, quoted, read_config
+from core.files.run_folder import config_to_dict, quoted, read_config
 from core.terminal import cli
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from test_agents import collect, write  # noqa: F401 (a fixture)
 
 from core.batching import to_tokens
 from core.extras import constrain
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.scoring import score_tokens
 from core.tiny import tiny_tokenizer

@@ -15,7 +15,7 @@ from conftest import PROGRAM, metrics_of, rollouts_of
 from core import distributed
 from core.batching import to_tokens
 from core.faults import Stopped, UsageError
-from core.files import folder as run_dir
+from core.files import run_folder
 from core.scoring import score_tokens
 from core.terminal import cli
 
@@ -156,7 +156,7 @@ def test_each_rank_scores_its_share_of_the_tokens_and_the_sum_is_the_whole(monke
 def test_a_run_of_several_processes_is_resumed_with_torchrun(monkeypatch):
     for ranks, launcher in ((1, "python"), (4, "torchrun ..")):
         as_rank(monkeypatch, 0, ranks)
-        assert run_dir.train_command("--resume", "a") == f"{launcher} train.py --resume a"
+        assert run_folder.train_command("--resume", "a") == f"{launcher} train.py --resume a"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -15,8 +15,8 @@ import train
 from core import tasks
 from core.config import Config, resolve, validate
 from core.faults import UsageError
-from core.files.folder import config_to_dict, read_settings
-from core.files.log import read_records
+from core.files.run_folder import config_to_dict, read_settings
+from core.files.run_log import read_records
 from core.report.summary import repeat_command
 from environments.base import Env, MultiAgentEnv, Step
 from environments.plumbing import registry

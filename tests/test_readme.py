@@ -13,7 +13,7 @@ from conftest import needs
 
 from core import config
 from core.extras import chat
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.results import accuracy_of, before_after
 from core.terminal import cli
 from environments.plumbing.check import check_env

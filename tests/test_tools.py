@@ -20,8 +20,8 @@ from core.chat_template import clean_message, prompt_ids, with_system
 from core.episodes import RolloutCollector
 from core.extras import agents, tools
 from core.faults import UsageError
-from core.files.folder import read_config
-from core.files.log import read_records
+from core.files.run_folder import read_config
+from core.files.run_log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import Completion

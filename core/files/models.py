@@ -8,7 +8,7 @@ from typing import Any
 from core.config import SMOLLM2, TINY, Config
 from core.files.atomic import sealed, unseal
 from core.files.checkpoint import ADAPTERS, base_model
-from core.files.folder import read_settings
+from core.files.run_folder import read_settings
 from core.loading import load_policy
 from core.policy import Policy
 from core.tiny import PRETRAINED, write_tiny

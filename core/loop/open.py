@@ -32,9 +32,7 @@ from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped, UsageError
-from core.files import checkpoint
-from core.files import folder as run_dir
-from core.files import log as run_log
+from core.files import checkpoint, run_folder, run_log
 from core.files.atomic import scratch_folder
 from core.files.models import folder_of as folder_of_model
 from core.loading import load_policy
@@ -94,13 +92,13 @@ def open_run(cfg: Config) -> Iterator[Run]:
         restarted = distributed.is_restarted()
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
         cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))
-        settings = run_dir.config_to_dict(cfg)
+        settings = run_folder.config_to_dict(cfg)
         if is_new:
             folder = distributed.broadcast_from_rank_0(
-                lambda: run_dir.create_run(folder, settings, take_next=not cfg.run_name)
+                lambda: run_folder.create_run(folder, settings, take_next=not cfg.run_name)
             )
         is_writer = distributed.rank() == 0
-        with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
+        with run_folder.lock_run(folder, settings, is_new) if is_writer else nullcontext():
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else scratch_dir
@@ -173,7 +171,7 @@ def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
         return RUNS / cfg.run_name, False
     names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
     stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"
-    return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
+    return run_folder.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
 
 
 def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
@@ -185,7 +183,7 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
         return cfg
     if cfg.sampler == "openai":  # the server has the template
         return cfg
-    saved = "" if is_new else run_dir.read_settings(folder / "config.yaml").get("template_date")
+    saved = "" if is_new else run_folder.read_settings(folder / "config.yaml").get("template_date")
     return replace(cfg, template_date=saved or date.today().isoformat())
 
 
@@ -216,7 +214,7 @@ def _opened(
         budget = memory.set_micro_batch_budget(policy, cfg, reserved + optimizer.gradient_bytes())
     notes, changed = _continue_files(cfg, algorithm, folder, log_dir, progress, new)
     records = run_log.read_records(log_dir / run_log.METRICS)
-    settings, quiet = run_dir.config_to_dict(cfg), log_dir != folder
+    settings, quiet = run_folder.config_to_dict(cfg), log_dir != folder
     with (
         closing(sampler),
         Interrupt() as interrupt,
@@ -360,7 +358,7 @@ def _continue_files(
     """
     damage = distributed.broadcast_from_rank_0(lambda: run_log.rewind(log_dir, progress, cfg.trust))
     changes = distributed.broadcast_from_rank_0(
-        lambda: {} if new else run_dir.changed_settings(cfg, folder)
+        lambda: {} if new else run_folder.changed_settings(cfg, folder)
     )
     changed = {name: f"{name} {before} -> {now}" for name, (before, now) in changes.items()}
     recorded = [line for name, line in changed.items() if name not in config.FREE_ON_RESUME]
@@ -371,7 +369,7 @@ def _continue_files(
     edited = evaluation.forget_edited(files, progress)
     notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded),
              "changed_code": edited}  # fmt: skip
-    run_dir.write_config(log_dir, run_dir.config_to_dict(cfg))
+    run_folder.write_config(log_dir, run_folder.config_to_dict(cfg))
     if FOLDER not in algorithm.file.parents:  # a file of the user's, which the run keeps
         with suppress(shutil.SameFileError):
             shutil.copy(algorithm.file, log_dir)

@@ -24,7 +24,7 @@ from core.policy import Policy
 FOLDER = "reference"
 
 
-def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
+def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Policy:
     """The reference of a run: copied from `policy` before update 1 ends, loaded from then on.
 
     Raises UsageError if `next_update` is a later one and its folder is missing or damaged.
@@ -32,7 +32,7 @@ def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
     if policy.lora_rank:
         return replace(policy, value_head=None, disables_adapters=True)
     frozen = copy.deepcopy(policy.model).requires_grad_(False)
-    folder, weights = run_dir / FOLDER, dict(frozen.named_parameters())  # tied ones once
+    folder, weights = run_folder / FOLDER, dict(frozen.named_parameters())  # tied ones once
     if next_update > 1:
         if fault := unseal(folder)[1]:
             raise UsageError(f"--resume: {folder}, the reference of the KL, {fault}: restore the "

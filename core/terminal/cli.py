@@ -28,7 +28,7 @@ from core import config
 from core.algorithm import name_of
 from core.config import FREE_ON_RESUME, Config
 from core.faults import Fault, RankLost, Stopped, UsageError
-from core.files.folder import (
+from core.files.run_folder import (
     DISK_ERRORS,
     as_config,
     changed_settings,

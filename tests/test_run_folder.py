@@ -16,7 +16,7 @@ import yaml
 from conftest import SMALL
 
 from core.faults import UsageError
-from core.files.folder import create_run, lock_run_dir, new_folder
+from core.files.run_folder import create_run, lock_run, new_folder
 from core.loop import open as opening
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ SETTINGS = {"algo": "grpo"}
 def opened(run, new=True):
     if new:
         create_run(run, SETTINGS)
-    with lock_run_dir(run, SETTINGS, new):
+    with lock_run(run, SETTINGS, new):
         yield
 
 
@@ -81,8 +81,8 @@ def test_runs_without_a_name_that_start_together_have_numbers_of_their_own(tmp_p
 def test_a_second_process_is_refused_and_the_lock_ends_with_the_first(tmp_path):
     run = create_run(tmp_path / "a", SETTINGS)
     code = f"""
-import sys, time; from pathlib import Path; from core.files.folder import lock_run_dir
-with lock_run_dir(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); time.sleep(60)
+import sys, time; from pathlib import Path; from core.files.run_folder import lock_run
+with lock_run(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); time.sleep(60)
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert first.stdout.readline() == b"locked\n"

@@ -256,7 +256,7 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
 
 
 @contextmanager
-def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
+def lock_run(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
     """Holds the lock of the folder `run`, which has `settings`.
 
     Raises UsageError if another process holds the lock; CannotWrite if the disk is full or
