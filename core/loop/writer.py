@@ -29,7 +29,7 @@ class Writer:
         """Calls `write`, which writes about `num_bytes` into the folder `part`, in a thread."""
         assert self.thread is None, "call wait() first"
 
-        def run() -> None:
+        def work() -> None:
             try:
                 write()
             except BaseException as error:
@@ -37,7 +37,7 @@ class Writer:
 
         self.part, self.num_bytes = part, num_bytes
         # a daemon, as Ctrl-C while `wait` waits has to end the process
-        self.thread = Thread(target=run, name="writer", daemon=True)
+        self.thread = Thread(target=work, name="writer", daemon=True)
         self.thread.start()
 
     def check(self) -> None:
