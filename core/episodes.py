@@ -105,7 +105,7 @@ class RolloutCollector:
         `renderer`: core/extras/tools.py has the one for environments with tools.
         `opponents`: core/extras/opponents.py; None: the policy plays all agents.
         `shows_right`: whether turns of training get `feedback_ids`.
-        `play_program`: an episode of a program that asks: core/extras/agents.py.
+        `play_program`: an episode of a program that asks: core/extras/programs.py.
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = renderer(policy, drop_thinking, system_prompt)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import needs
 from jsonschema import validate
-from test_agents import collect, write  # noqa: F401 (a fixture)
+from test_programs import collect, write  # noqa: F401 (a fixture)
 
 from core.batching import to_tokens
 from core.extras import constrain

@@ -18,7 +18,7 @@ from test_episodes import AtOnce
 
 from core.chat_template import clean_message, prompt_ids, with_system
 from core.episodes import RolloutCollector
-from core.extras import agents, tools
+from core.extras import programs, tools
 from core.faults import UsageError
 from core.files.run_folder import read_config
 from core.files.run_log import read_records
@@ -235,7 +235,7 @@ def with_template(policy, template):
 def play(policy, *texts, max_turns=9, env="adder", **options):
     sampler = Answers(policy, *texts)
     collector = RolloutCollector(policy, max_turns, renderer=tools.ToolRenderer, **options)
-    collector.play_program = agents.play_program
+    collector.play_program = programs.play_program
     (rollout,) = collector.collect([Task(env, 1, 0)], sampler, PARAMS)
     return rollout, sampler
 

@@ -145,7 +145,7 @@ from torch import Tensor
 from core.chat_template import Schema, clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
-from core.extras import agents, tools
+from core.extras import programs, tools
 from core.files.checkpoint import base_model, copy_weights, find_checkpoint
 from core.files.models import folder_of, load_exported, untrained
 from core.files.run_log import METRICS, read_records
@@ -272,7 +272,7 @@ def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
     return RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
         system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer,
-        play_program=agents.play_program, say=_note,
+        play_program=programs.play_program, say=_note,
     )  # fmt: skip
 
 

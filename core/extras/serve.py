@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.config import Config
 from core.extras import chat
-from core.extras.agents import Conversations, Prompt, differences, matcher
+from core.extras.programs import Conversations, Prompt, differences, matcher
 from core.faults import UsageError
 from core.sampler import Request, SamplingParams, TorchSampler, draw
 from core.terminal import cli

@@ -46,13 +46,13 @@ from core.loop.writer import Writer
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy, Weights
-from core.pool import is_program as is_agent_program
+from core.pool import is_program
 from core.report import write_pages
 from core.report.doctor import final_lines
 from core.sampler import Sampler, TorchSampler
 from core.terminal import cli
 from core.terminal.console import Display, Output, print_line
-from core.terminal.interrupt import Interrupt, is_program
+from core.terminal.interrupt import Interrupt, owns_process
 from environments import Env, rewarded
 from environments.base import RunInfo
 from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings, short_names
@@ -209,7 +209,7 @@ def _opened(
         loaded = perf_counter()
         sampler = _make_sampler(cfg, policy, algorithm, reserved)
         seconds = {"model": loaded - started, "sampler": perf_counter() - loaded}
-        if is_program():
+        if owns_process():
             seconds["import"] = started - STARTED
         budget = memory.set_micro_batch_budget(policy, cfg, reserved + optimizer.gradient_bytes())
     notes, changed = _continue_files(cfg, algorithm, folder, log_dir, progress, new)
@@ -340,7 +340,7 @@ def num_rollouts(cfg: Config) -> int:
 def has_one_agent(spec: EnvSpec) -> bool:
     """Whether an episode never asks for several completions at the same time; False: unknown."""
     made: Any = spec.constructor
-    return isinstance(made, type) and issubclass(made, Env) and not is_agent_program(spec)
+    return isinstance(made, type) and issubclass(made, Env) and not is_program(spec)
 
 
 def _continue_files(
@@ -392,10 +392,10 @@ def _make_collector(
     if any(map(tasks.has_tools, envs)):
         from core.extras.tools import ToolRenderer as renderer
     play_program: Any = None
-    if any(map(is_agent_program, envs)):
-        from core.extras import agents
+    if any(map(is_program, envs)):
+        from core.extras import programs
 
-        play_program = agents.play_program
+        play_program = programs.play_program
     return RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
         env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 from core.terminal.console import Display
-from core.terminal.interrupt import is_program
+from core.terminal.interrupt import owns_process
 
 PATIENCE, POLL = 1.0, 0.1  # seconds of waiting before there is a line, and between its updates
 MB = 10**6
@@ -73,7 +73,7 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
-        elif not (issubclass(kind, KeyboardInterrupt) and is_program()):  # a notebook goes on
+        elif not (issubclass(kind, KeyboardInterrupt) and owns_process()):  # a notebook goes on
             try:
                 self.wait()
             except OSError as error:  # the run has failed already

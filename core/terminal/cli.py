@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from core.terminal import interrupt
 from environments.plumbing.text import print_any_character
 
-if interrupt.is_program():
+if interrupt.owns_process():
     interrupt.set_hooks()  # before the slow imports
     print_any_character()
 

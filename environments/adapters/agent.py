@@ -144,7 +144,7 @@ class Play:
                 pass
 
 
-class AgentProgram(Env):
+class Program(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
     with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, as
     module.Name; `error_reward`: what they earn at most; `timeout`: seconds between two requests,
@@ -152,7 +152,7 @@ class AgentProgram(Env):
     programs in containers reach the endpoint; `alone`: as `Env.alone`, for programs that take
     different times or wait for each other."""
 
-    is_program = waits = True  # core/extras/agents.py answers its requests
+    is_program = waits = True  # core/extras/programs.py answers its requests
     heard = 0.0  # when a program of this process last asked or ended, or was answered
     patience = SILENCE
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
@@ -247,7 +247,7 @@ class AgentProgram(Env):
 
         Raises TimeoutError.
         """
-        session, program = play.session, AgentProgram  # what all copies share
+        session, program = play.session, Program  # what all copies share
         program.heard = time.monotonic()
         try:
             while True:

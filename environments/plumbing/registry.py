@@ -44,7 +44,7 @@ Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
-    "agent": "environments.adapters.agent:AgentProgram",
+    "agent": "environments.adapters.agent:Program",
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
     "calculator": "environments.calculator:Calculator",
     "compose": "environments.compose:Compose",
