@@ -147,7 +147,7 @@ from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import programs, tools
 from core.files.checkpoint import base_model, copy_weights, find_checkpoint
-from core.files.models import folder_of, load_exported, untrained
+from core.files.models import folder_of_model, load_exported, untrained
 from core.files.run_log import METRICS, read_records
 from core.loading import has_adapters, load_policy
 from core.memory import out_of_memory_as_one_line
@@ -397,7 +397,7 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
 
 def _load(cfg: Config, model_id: str, value_head: bool = False) -> Policy:
     with scratch_folder() as folder:
-        own = folder_of(model_id, folder / "tiny", cfg.seed)
+        own = folder_of_model(model_id, folder / "tiny", cfg.seed)
         return load_policy(cfg, own, value_head=value_head, flag="model")
 
 

@@ -34,7 +34,7 @@ from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped, UsageError
 from core.files import checkpoint, run_folder, run_log
 from core.files.atomic import scratch_folder
-from core.files.models import folder_of as folder_of_model
+from core.files.models import folder_of_model
 from core.loading import load_policy
 from core.loop import best
 from core.loop.ahead import Ahead

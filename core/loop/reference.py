@@ -17,7 +17,7 @@ from core.config import Config
 from core.faults import UsageError
 from core.files.atomic import sealed, unseal
 from core.files.checkpoint import copy_weights, save_weights
-from core.files.models import folder_of, untrained
+from core.files.models import folder_of_model, untrained
 from core.loading import load_policy
 from core.policy import Policy
 
@@ -51,7 +51,7 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
         "template_options": "", "template_date": "",  # it reads no messages
     }  # fmt: skip
     settings_of_teacher = replace(untrained(cfg), **settings)
-    teacher = load_policy(settings_of_teacher, folder_of(cfg.teacher), flag="--teacher")
+    teacher = load_policy(settings_of_teacher, folder_of_model(cfg.teacher), flag="--teacher")
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
     teacher.model.requires_grad_(False)

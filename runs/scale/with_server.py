@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import train
 from core.config import ADAPTERS_ONLY, RUNS, Config, is_installed, resolve
 from core.faults import UsageError
-from core.files.models import folder_of
+from core.files.models import folder_of_model
 from core.loading import pick_device
 from core.terminal import cli
 from environments.plumbing import processes
@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
 
 def server_command(cfg: Config) -> list[str]:
     """vLLM's server for runs with these settings, complete but for its address."""
-    model = folder_of(cfg.model_id)
+    model = folder_of_model(cfg.model_id)
     window = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
     is_cuda = pick_device(cfg.device).type == "cuda"
     rank = next((rank for rank in RANKS if rank >= cfg.lora_rank), cfg.lora_rank)
