@@ -291,6 +291,6 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 
 
 if __name__ == "__main__":
-    from core.workshop.checker import run_command
+    from core.workshop.checker import execute
 
-    sys.exit(run_command(sys.argv[1:], Path(__file__)))
+    sys.exit(execute(sys.argv[1:], Path(__file__)))

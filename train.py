@@ -112,11 +112,11 @@ def main(cfg: Config) -> int:
             # 4. Gradient steps; by default one, of all rollouts. The loss of a step is a sum over
             #    tokens with weights, by default 1 / number of tokens of the step, so the gradients
             #    of its micro-batches add up to the gradient of the step
-            for step in minibatches(cfg, len(rollouts), update):
+            for minibatch in minibatches(cfg, len(rollouts), update):
                 batch.token_weights = token_weights(
-                    batch, step.rollouts, cfg.options.aggregation, cfg.max_tokens
+                    batch, minibatch.rollouts, cfg.options.aggregation, cfg.max_tokens
                 )
-                for micro in micro_batches(run.policy, batch, step.rollouts):
+                for micro in micro_batches(run.policy, batch, minibatch.rollouts):
                     tokens = forward(run, batch, micro)  # [n]: log-probs now, and all of the above
                     loss, metrics = algorithm.compute_loss(tokens, cfg.options)
                     loss = loss + regularizers(run, tokens)  # of --kl-coef and --entropy-coef
@@ -124,7 +124,7 @@ def main(cfg: Config) -> int:
                     # token has a gradient: those of groups that earned the same have none
                     run.optimizer.backward(loss, tokens.outputs)
                     stats.add(tokens, loss, metrics)
-                if not take_step(run, batch, stats, step):
+                if not take_step(run, batch, stats, minibatch):
                     break  # the policy has moved further than --ppo.target-kl
 
             # 5. The sampler gets the new weights: nothing to send if it shares them
@@ -228,7 +228,7 @@ def regularizers(run: Run, tokens: Tokens) -> Tensor:
     return added
 
 
-def take_step(run: Run, batch: Batch, stats: UpdateStats, step: Minibatch) -> bool:
+def take_step(run: Run, batch: Batch, stats: UpdateStats, minibatch: Minibatch) -> bool:
     """AdamW's step on the gradients of one minibatch, summed over all ranks; then they are dropped.
 
     There is no weight decay. The norm of the gradient is clipped to --max-grad-norm; a gradient of
@@ -238,7 +238,7 @@ def take_step(run: Run, batch: Batch, stats: UpdateStats, step: Minibatch) -> bo
     """
     cfg = run.cfg
     run.optimizer.sum_gradients()
-    stats.end_minibatch(step.epoch)
+    stats.end_minibatch(minibatch.epoch)
     if not run.scores_first:
         batch.sum_over_ranks("old_logprobs")
     if 0 < cfg.options.target_kl < stats.approx_kl:  # the KL of this minibatch
@@ -284,14 +284,14 @@ def run(cfg: Config, env: Any = None, **data: Any) -> int:
         found = rewarded.of_objects(**data) if data else env
         return cfg if found is None else replace(cfg, env=(registry.name_object(found),))
 
-    return cli.run(main, [], named)
+    return cli.execute(main, [], named)
 
 
-def run_command(args: list[str]) -> int:
+def execute(args: list[str]) -> int:
     """What `python train.py ARGS` does. Returns the exit code."""
-    return cli.run(main, args)
+    return cli.execute(main, args)
 
 
 if __name__ == "__main__":
     gc.freeze()  # the garbage collector skips what was imported: saves 1 s at the exit
-    sys.exit(run_command(sys.argv[1:]))
+    sys.exit(execute(sys.argv[1:]))

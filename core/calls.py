@@ -222,13 +222,13 @@ def in_thread(function: Callable[[], T], name: str | None = None) -> Future[T]:
     """Makes one call in a daemon thread of its own, for which the end of the process won't wait."""
     future = Future[T]()
 
-    def run() -> None:
+    def work() -> None:
         try:
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=work, name=name, daemon=True).start()
     return future
 
 

@@ -40,7 +40,7 @@ from core.algorithm import (
 from core.faults import UsageError
 from core.warning_texts import WARNINGS
 from environments.plumbing.options import key_value_pairs, read_literal
-from environments.plumbing.registry import absolute, runs_code
+from environments.plumbing.registry import absolute, executes_code
 from environments.rewarded import needs_main_thread
 
 T = TypeVar("T")
@@ -414,7 +414,7 @@ def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
         return ""
     specs = (*settings.get("env", ()), *settings.get("eval_env", ()))
     url = settings.get("base_url") if settings.get("sampler") in ("openai", "server") else ""
-    found = [f"run {spec}" for spec in specs if runs_code(spec)]
+    found = [f"run {spec}" for spec in specs if executes_code(spec)]
     found += [f"run {algo}" for algo in [settings.get("algo", "")] if is_file(algo)]
     sent = " ".join(name for name in SENT if os.environ.get(name))
     if sent and url:

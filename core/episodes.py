@@ -5,8 +5,8 @@ asks for something and pauses until the answers come back as the value of the `y
 
     answers = yield [ask, ...]      each is a Request to a sampler, or an EnvCall of an environment
 
-`run` is the loop around all episodes, and `resume` sends the answers into one. In the default run
-all episodes move together, in rounds. A letter_counting episode has three:
+`play_out` is the loop around all episodes, and `resume` sends the answers into one. In the default
+run all episodes move together, in rounds. A letter_counting episode has three:
 
     episode 0     reset        completion     step          the next `yield` of each episode
     episode 1     reset        completion     step
@@ -105,7 +105,7 @@ class RolloutCollector:
         `renderer`: core/extras/tools.py has the one for environments with tools.
         `opponents`: core/extras/opponents.py; None: the policy plays all agents.
         `shows_right`: whether turns of training get `feedback_ids`.
-        `play_program`: an episode of a program that asks: core/extras/agents.py.
+        `play_program`: an episode of a program that asks: core/extras/programs.py.
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = renderer(policy, drop_thinking, system_prompt)
@@ -162,7 +162,7 @@ class RolloutCollector:
         """Plays this rank's share of the tasks; returns the rollouts of all ranks."""
         mine = distributed.shard(list(enumerate(tasks)))
         episodes = [Episode(number, task) for number, task in mine]
-        self.run([self.guarded(episode, answerer) for episode in episodes], on_progress)
+        self.play_out([self.guarded(episode, answerer) for episode in episodes], on_progress)
         rollouts = [rollout for episode in episodes for rollout in own_rollouts(episode)]
         kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
         return group_by_agent(with_lowest_return(distributed.all_gather(kept)))
@@ -170,7 +170,7 @@ class RolloutCollector:
     def close(self) -> None:
         """Closes all environments, and ends the threads."""
         idle = [env for envs in self.pool.idle.values() for env in envs]
-        self.run([self.pool.discard(env) for env in idle])
+        self.play_out([self.pool.discard(env) for env in idle])
         self.pool.close()
 
     def episode(self, episode: Episode, answerer: Answerer) -> Play:
@@ -230,7 +230,7 @@ class RolloutCollector:
         else:
             self.pool.give_back(env)
 
-    def run(self, plays: list[Play], on_progress: Callable[[], None] = lambda: None) -> None:
+    def play_out(self, plays: list[Play], on_progress: Callable[[], None] = lambda: None) -> None:
         """The loop around all episodes: lets each one continue until it has ended.
 
         In rounds no episode continues before everything that was asked for is answered. So step 1

@@ -55,7 +55,7 @@ def main(
         print(printable("\n".join(report.lines())))
         return int(bool(report.problems))
     elif env:
-        run_episode(make(env), seed, interactive=command == "play")
+        play_episode(make(env), seed, interactive=command == "play")
     else:
         raise UsageError(f"name an environment: python -m environments {command} NAME")
     return 0
@@ -77,8 +77,8 @@ def overview() -> Table:
     return table
 
 
-def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float:
-    """Runs and prints one episode; returns the sum of the rewards of all agents.
+def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float:
+    """Plays and prints one episode; returns the sum of the rewards of all agents.
 
     `interactive`: read the responses of every agent from the terminal. Otherwise the demonstrator
     responds, or else the random player. Raises UsageError if the environment has neither.
@@ -103,8 +103,9 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
     return episode_return
 
 
-def run_command(args: list[str]) -> int:
-    """Runs the command line and returns the exit code; tyro exits with 2 for invalid arguments."""
+def execute(args: list[str]) -> int:
+    """What `python -m environments ARGS` does. Returns the exit code; tyro exits with 2 for invalid
+    arguments."""
     try:
         return tyro.cli(main, prog="python -m environments", args=args)
     except UsageError as error:
@@ -141,4 +142,4 @@ def _print_log(episode: Episode, start: int) -> int:
 
 if __name__ == "__main__":
     print_any_character()
-    sys.exit(run_command(sys.argv[1:]))
+    sys.exit(execute(sys.argv[1:]))

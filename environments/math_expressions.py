@@ -67,7 +67,7 @@ def make_expression(rng: random.Random, level: int, held_out: bool) -> tuple[str
         if LEVELS[level].operations > 1:
             return expression, value, ", ".join(steps)
         if value >= 0:
-            return expression, value, ", ".join(_steps_by_tens(expression))
+            return expression, value, ", ".join(_worked_by_tens(expression))
 
 
 def canonical(tree: Tree) -> str:
@@ -145,10 +145,10 @@ def _join(left: str, operator: str, right: str) -> str:
     return f"{left}% of {right}" if operator == "%" else f"{left} {operator} {right}"
 
 
-def _steps_by_tens(expression: str) -> list[str]:
-    """Returns the steps: the tens first, then to a multiple of ten, then the rest.
+def _worked_by_tens(expression: str) -> list[str]:
+    """The worked steps: the tens first, then to a multiple of ten, then the rest.
 
-    >>> _steps_by_tens("47 + 38")
+    >>> _worked_by_tens("47 + 38")
     ['47 + 30 = 77', '8 = 3 + 5', '77 + 3 = 80', '80 + 5 = 85']
     """
     first, operator, second = expression.split()

@@ -611,7 +611,7 @@ def _call_all(
                 raise
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
-        returned |= event_loop.run(_await_all(waiting, row))
+        returned |= event_loop.wait_for(_await_all(waiting, row))
     return {name: returned[name] for name, _, _ in functions}
 
 

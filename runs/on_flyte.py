@@ -28,8 +28,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
 from core.faults import UsageError  # noqa: E402
-from core.files.folder import new_folder  # noqa: E402
-from core.files.log import read_records  # noqa: E402
+from core.files.run_folder import new_folder  # noqa: E402
+from core.files.run_log import read_records  # noqa: E402
 from core.results import accuracy_of, before_after  # noqa: E402
 from core.terminal import cli  # noqa: E402
 from environments.plumbing.text import one_line, printable  # noqa: E402

@@ -45,7 +45,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT)]
 
-from core.files.log import read_records  # noqa: E402
+from core.files.run_log import read_records  # noqa: E402
 from core.results import before_after  # noqa: E402
 
 

@@ -222,7 +222,7 @@ def command(tmp_path, monkeypatch, capsys):
 
     def run(*args):
         try:
-            code = train.run_command([str(a) for a in args])
+            code = train.execute([str(a) for a in args])
         except SystemExit as exit_:  # raised by tyro
             code = exit_.code
         return code, *capsys.readouterr()

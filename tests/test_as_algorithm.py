@@ -13,7 +13,7 @@ from core import sampler
 from core.algorithm import Algorithm, options_of
 from core.config import Config
 from core.faults import UsageError
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.sampler import SamplingParams
 from core.workshop import checker
 from core.workshop.as_algorithm import Exercises, Options, load_scratch

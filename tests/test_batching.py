@@ -139,7 +139,7 @@ def test_turn_ids_lengths_and_token_limits_are_at_the_tokens_of_their_turn():
 
 def test_each_epoch_splits_all_rollouts_in_another_order():
     cfg = Config(num_epochs=2, num_minibatches=3)
-    steps = [(step.epoch, step.rollouts) for step in minibatches(cfg, 10, update=4)]
+    steps = [(m.epoch, m.rollouts) for m in minibatches(cfg, 10, update=4)]
     assert [(epoch, len(rows)) for epoch, rows in steps] == [
         (0, 3), (0, 4), (0, 3), (1, 3), (1, 4), (1, 3),
     ]  # fmt: skip

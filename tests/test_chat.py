@@ -66,7 +66,7 @@ def runs(tmp_path_factory, qwen3_folder):
         patch.chdir(folder)
         for kind, flags in KINDS.items():
             flags = flags.replace("QWEN3", str(qwen3_folder)).split()
-            assert train.run_command([*SMALL, *flags, "--run-name", kind]) == 0
+            assert train.execute([*SMALL, *flags, "--run-name", kind]) == 0
         yield {kind: folder / "runs" / kind for kind in KINDS}
 
 
@@ -78,7 +78,7 @@ def talk(monkeypatch, capsys):
         monkeypatch.setattr("sys.stdin", stdin or io.StringIO(lines))
         capsys.readouterr()
         try:
-            code = chat.run(chat.main, [*map(str, args), "--device", "cpu"])
+            code = chat.execute(chat.main, [*map(str, args), "--device", "cpu"])
         except SystemExit as exit_:  # raised by tyro
             code = exit_.code
         return code, *capsys.readouterr()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from environments.__main__ import run_command
+from environments.__main__ import execute
 from environments.base import EVAL_SEEDS, Env, MultiAgentEnv, Step
 from environments.parsing import user
 from environments.plumbing import registry
@@ -169,7 +169,7 @@ def test_another_process_must_play_the_same_episodes(tmp_path, monkeypatch, caps
     for environment, base in ((Echo, "Env"), (Hashed, "Echo")):
         code += inspect.getsource(environment).replace("(Echo)", f"({base})") + "\n"
     (tmp_path / "games.py").write_text(code)
-    assert run_command(["check", "games.py:Echo"]) == 0
+    assert execute(["check", "games.py:Echo"]) == 0
     assert "no problem found" in capsys.readouterr().out
-    assert run_command(["check", "games.py:Hashed"]) == 1
+    assert execute(["check", "games.py:Hashed"]) == 1
     assert "another Python process" in capsys.readouterr().out

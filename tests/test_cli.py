@@ -21,7 +21,7 @@ from core.algorithm import algorithm_names, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.faults import Fault, UsageError
-from core.files.folder import config_to_dict, quoted, read_config
+from core.files.run_folder import config_to_dict, quoted, read_config
 from core.terminal import cli
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
 def test_an_invalid_file_is_one_line_with_its_name(tmp_path, monkeypatch, capsys, text, named):
     monkeypatch.chdir(tmp_path)
     file = written(tmp_path, text)
-    assert cli.run(lambda cfg: 0, ["--config", str(file)]) == 2
+    assert cli.execute(lambda cfg: 0, ["--config", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("train.py: ") and f"{file}" in err and named in err and len(err) < 600
@@ -188,10 +188,10 @@ def test_run_returns_the_exit_code_and_prints_one_line(capsys):
     def fails(error):
         raise error
 
-    assert cli.run(lambda cfg: cfg.num_updates, ["--num-updates", "3"]) == 3
-    assert cli.run(lambda cfg: fails(UsageError("two\nlines, \x1b[31mred")), []) == 2
-    assert cli.run(lambda cfg: fails(Fault("no memory")), []) == 1
-    assert cli.run(lambda cfg: fails(KeyboardInterrupt()), []) == 130
+    assert cli.execute(lambda cfg: cfg.num_updates, ["--num-updates", "3"]) == 3
+    assert cli.execute(lambda cfg: fails(UsageError("two\nlines, \x1b[31mred")), []) == 2
+    assert cli.execute(lambda cfg: fails(Fault("no memory")), []) == 1
+    assert cli.execute(lambda cfg: fails(KeyboardInterrupt()), []) == 130
     assert capsys.readouterr().err.splitlines() == [
         "train.py: two lines, [31mred", "train.py: no memory"
     ]  # fmt: skip

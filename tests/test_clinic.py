@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.files.log import read_records
+from core.files.run_log import read_records
 
 CLINIC = Path(__file__).parents[1] / "runs/clinic"
 sys.path[:0] = [str(CLINIC), str(CLINIC.parent)]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from conftest import needs
 from jsonschema import validate
-from test_agents import collect, write  # noqa: F401 (a fixture)
+from test_programs import collect, write  # noqa: F401 (a fixture)
 
 from core.batching import to_tokens
 from core.extras import constrain
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.scoring import score_tokens
 from core.tiny import tiny_tokenizer

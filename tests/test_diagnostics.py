@@ -10,7 +10,7 @@ from algorithms import grpo
 from core import diagnostics
 from core.config import KNOWN, Config, resolve
 from core.files.checkpoint import find_checkpoint
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.terminal import cli
 from core.warning_texts import WARNINGS
 from environments import base

@@ -15,7 +15,7 @@ from conftest import PROGRAM, metrics_of, rollouts_of
 from core import distributed
 from core.batching import to_tokens
 from core.faults import Stopped, UsageError
-from core.files import folder as run_dir
+from core.files import run_folder
 from core.scoring import score_tokens
 from core.terminal import cli
 
@@ -156,7 +156,7 @@ def test_each_rank_scores_its_share_of_the_tokens_and_the_sum_is_the_whole(monke
 def test_a_run_of_several_processes_is_resumed_with_torchrun(monkeypatch):
     for ranks, launcher in ((1, "python"), (4, "torchrun ..")):
         as_rank(monkeypatch, 0, ranks)
-        assert run_dir.train_command("--resume", "a") == f"{launcher} train.py --resume a"
+        assert run_folder.train_command("--resume", "a") == f"{launcher} train.py --resume a"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -168,7 +168,7 @@ def test_only_the_first_rank_of_a_machine_says_that_a_run_stopped(monkeypatch, c
     def interrupted(_):
         raise Stopped("stopped and saved")
 
-    codes = [cli.run(main, [], parse=lambda _: None) for main in (lambda _: 1, interrupted)]
+    codes = [cli.execute(main, [], parse=lambda _: None) for main in (lambda _: 1, interrupted)]
     assert codes == ([1, 130] if rank == 0 else [0, 0])
     assert capsys.readouterr().out == ("train.py: stopped and saved\n" if rank == 0 else "")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from core import results
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.report import compare, doctor
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"

@@ -275,9 +275,7 @@ def test_a_server_that_dies_ends_the_run_which_a_new_server_continues(command, o
     code, _, err = command(*SMALL, *flags)
     assert code == 2 and err.count("\n") == 1
     assert "4 of 4 episodes failed; the first one, one with seed" in err
-    assert (
-        "EnvFailure: connection lost; resume with: train.run_command(['--resume', 'runs/a'])" in err
-    )
+    assert "EnvFailure: connection lost; resume with: train.execute(['--resume', 'runs/a'])" in err
     state["left"] = 8
     code, _, err = command("--resume", "runs/a")
     records = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]

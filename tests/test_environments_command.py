@@ -15,7 +15,7 @@ def run(capsys):
     """Runs `python -m environments ARGS`; returns (exit code, stdout, stderr)."""
 
     def run(*args):
-        return command.run_command([str(arg) for arg in args]), *capsys.readouterr()
+        return command.execute([str(arg) for arg in args]), *capsys.readouterr()
 
     return run
 

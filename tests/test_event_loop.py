@@ -17,11 +17,11 @@ async def loop_after(seconds=0.0):
 
 def test_calls_of_all_threads_share_a_loop():
     with ThreadPoolExecutor(4) as pool:
-        loops = set(pool.map(lambda _: event_loop.run(loop_after(0.001)), range(16)))
-    assert loops == {event_loop.run(loop_after())}
+        loops = set(pool.map(lambda _: event_loop.wait_for(loop_after(0.001)), range(16)))
+    assert loops == {event_loop.wait_for(loop_after())}
 
     async def inside():  # also of a thread whose own loop runs, as in a notebook
-        return event_loop.run(loop_after())
+        return event_loop.wait_for(loop_after())
 
     assert asyncio.run(inside()) in loops
 
@@ -34,17 +34,17 @@ def test_an_exception_of_a_coroutine_is_raised(error):
     async def fail_beside():
         await asyncio.gather(fail(), asyncio.sleep(0))
 
-    loop = event_loop.run(loop_after())
+    loop = event_loop.wait_for(loop_after())
     for failing in (fail, fail_beside):
         with pytest.raises(type(error)):
-            event_loop.run(failing())
-    assert event_loop.run(loop_after()) is loop
+            event_loop.wait_for(failing())
+    assert event_loop.wait_for(loop_after()) is loop
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_call_that_is_interrupted_is_cancelled_or_left_behind(monkeypatch, hangs):
     monkeypatch.setattr(event_loop, "PATIENCE", 0.2 if hangs else 60)
-    before, begun, free, cancelled = event_loop.run(loop_after()), Event(), Event(), Event()
+    before, begun, free, cancelled = event_loop.wait_for(loop_after()), Event(), Event(), Event()
 
     async def work():
         begun.set()
@@ -62,7 +62,7 @@ def test_a_call_that_is_interrupted_is_cancelled_or_left_behind(monkeypatch, han
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(concurrent.futures, "wait", interrupted)
-        event_loop.run(work())
-    assert (event_loop.run(loop_after()) is before) != hangs
+        event_loop.wait_for(work())
+    assert (event_loop.wait_for(loop_after()) is before) != hangs
     free.set()
     assert cancelled.wait(60)

@@ -10,7 +10,7 @@ from rich.console import Console
 from core import config, report
 from core.extras import chat
 from core.faults import UsageError
-from core.files import folder as run_dir
+from core.files import run_folder
 from core.report import curves
 from core.terminal import cli, interrupt
 from core.terminal.console import Display
@@ -54,7 +54,7 @@ def episode(text):
         def demonstrate(self, hasty=False):
             return text
 
-    return _recorded(play, "CONSOLE", lambda: play.run_episode(Hostile(), 0, interactive=False))
+    return _recorded(play, "CONSOLE", lambda: play.play_episode(Hostile(), 0, interactive=False))
 
 
 def note(text):
@@ -70,7 +70,7 @@ def error(text):
 
     stderr = io.StringIO()
     with redirect_stderr(stderr):
-        assert cli.run(fail, [], lambda args: args) == 2
+        assert cli.execute(fail, [], lambda args: args) == 2
         assert stderr.getvalue().count("\n") == 1
         interrupt.show_error(RuntimeError, RuntimeError(text), None)
     return stderr.getvalue()
@@ -117,7 +117,7 @@ def test_any_name_can_stand_in_the_curves(tmp_path):
 
 def test_a_page_that_cannot_be_made_costs_itself_and_one_line(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"update": 0}\n')
-    settings = run_dir.config_to_dict(config.resolve(config.Config()))
+    settings = run_folder.config_to_dict(config.resolve(config.Config()))
 
     def fail(*_):
         raise ValueError("no glyph\n\x1b[2J")

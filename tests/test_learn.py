@@ -117,7 +117,7 @@ def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_fo
         metrics = single_update(cfg, policy, optimizer, rollouts, update=7)
     assert drawn.call_args.args[1:] == (4, 7)
     computed = [call.args[2] for call in cut.call_args_list]  # no other rollout, of weight 0
-    assert computed == [step.rollouts for step in train.minibatches(cfg, 4, 7)]
+    assert computed == [minibatch.rollouts for minibatch in train.minibatches(cfg, 4, 7)]
     assert metrics["update/steps"] == 4
     assert metrics["kl/approx"] > 1e-4  # the second epoch is away from where it sampled
     assert metrics["gap/logprob_max"] < 1e-4  # and yet the old log-probs are the sampler's
@@ -131,8 +131,8 @@ def test_each_gradient_step_is_that_of_its_own_rollouts(qwen3_folder):
     options = reinforce.Options(baseline="none")
     cfg = config(algo="reinforce", options=options, num_minibatches=2, max_grad_norm=0)
     steps, _ = gradients_of_update(cfg, policy, rollouts)
-    for gradient, step in zip(steps, train.minibatches(cfg, 4, 1), strict=True):
-        own = [rollouts[i] for i in step.rollouts]
+    for gradient, minibatch in zip(steps, train.minibatches(cfg, 4, 1), strict=True):
+        own = [rollouts[i] for i in minibatch.rollouts]
         [alone], _ = gradients_of_update(replace(cfg, num_minibatches=1), policy, own)
         assert (gradient - alone).abs().max() < 1e-5 * alone.abs().max()
 

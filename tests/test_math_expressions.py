@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from environments.math_expressions import LEVELS, _steps_by_tens, make_expression
+from environments.math_expressions import LEVELS, _worked_by_tens, make_expression
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -35,4 +35,4 @@ def test_expression_has_the_value_that_python_computes(level):
     ("80 - 5", ["80 - 5 = 75"]), ("99 + 90", ["99 + 90 = 189"]),
 ])  # fmt: skip
 def test_steps_add_tens_first_and_then_go_to_a_multiple_of_ten(expression, steps):
-    assert _steps_by_tens(expression) == steps
+    assert _worked_by_tens(expression) == steps

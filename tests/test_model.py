@@ -19,7 +19,7 @@ from core.config import Config
 from core.context import Renderer
 from core.faults import UsageError
 from core.files.checkpoint import export_model
-from core.files.models import folder_of, load_exported
+from core.files.models import folder_of_model, load_exported
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.policy import max_logits
@@ -38,7 +38,7 @@ def test_the_weights_of_tiny_random_depend_on_the_seed_only(tmp_path):
 
 
 def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, capsys):
-    policy = load_policy(Config(device="cpu"), folder_of("tiny", tmp_path / "base"))
+    policy = load_policy(Config(device="cpu"), folder_of_model("tiny", tmp_path / "base"))
     assert policy.model.config.model_type == "qwen3"
     assert 0.7e6 < sum(p.numel() for p in policy.model.parameters()) < 1.3e6
     made = {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()}
@@ -46,7 +46,7 @@ def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, ca
     for file, lines in (("tokenizer.json", 1), (None, 0)):
         if file:
             (tmp_path / "base" / file).write_bytes(made[file][:-20] + bytes(20))
-        folder_of("tiny", tmp_path / "base")
+        folder_of_model("tiny", tmp_path / "base")
         assert capsys.readouterr().err.count("making it again") == lines
         assert {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()} == made
 
@@ -55,7 +55,7 @@ def test_random_weights_follow_the_seed_until_a_run_has_trained_from_them(tmp_pa
     """As with --resume RUN --allow-changes --seed 1; a damaged copy is made with its own seed."""
     base, found = tmp_path / "base", []
     for seed, has_trained in ((0, False), (1, False), (0, True), (0, True)):
-        folder_of("tiny-random", base, seed, has_trained)
+        folder_of_model("tiny-random", base, seed, has_trained)
         found.append(load_file(base / "model.safetensors")["model.embed_tokens.weight"])
         if len(found) > 1:
             (base / "config.json").write_text("{}")
@@ -137,7 +137,9 @@ def test_the_adapters_of_a_run_are_trained_on(tmp_path):
     """As with --model-id runs/a/model --lora-rank 2; the folder of the run has moved since."""
     first = tmp_path / "runs/first"
     options = {"device": "cpu", "lora_rank": 2}
-    policy = load_policy(Config(lora_alpha=3, **options), folder_of("tiny-random", first / "base"))
+    policy = load_policy(
+        Config(lora_alpha=3, **options), folder_of_model("tiny-random", first / "base")
+    )
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.normal_()
@@ -299,7 +301,7 @@ def test_peft_opens_the_adapters_of_a_run_from_any_folder(tmp_path, monkeypatch)
 
     monkeypatch.chdir(tmp_path)
     policy = load_policy(
-        Config(device="cpu", lora_rank=2), folder_of("tiny-random", Path("run/base"))
+        Config(device="cpu", lora_rank=2), folder_of_model("tiny-random", Path("run/base"))
     )
     model = export_model(Path("run"), policy).absolute()
     (tmp_path / "elsewhere").mkdir()

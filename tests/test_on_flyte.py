@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.results import accuracy_of
 from core.terminal import cli
 

@@ -16,7 +16,7 @@ from core.config import Config
 from core.extras import openai_sampler
 from core.extras.openai_sampler import OpenAISampler
 from core.faults import UsageError
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.loading import load_policy
 from core.sampler import Request, SamplingParams
 from core.seeds import derive_seed

@@ -14,7 +14,7 @@ import train
 from core import distributed
 from core.faults import Stopped
 from core.files.checkpoint import find_checkpoint
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.loop import play
 from core.loop.ahead import Ahead, copy_of
 from core.sampler import Sampler

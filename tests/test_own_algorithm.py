@@ -10,7 +10,7 @@ from conftest import metrics_of
 from core.algorithm import algorithm_names, options_of
 from core.config import Config
 from core.faults import UsageError
-from core.files.folder import config_to_dict, create_run, read_config
+from core.files.run_folder import config_to_dict, create_run, read_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "algorithms/README.md").read_text(encoding="utf-8")

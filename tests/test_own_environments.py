@@ -15,8 +15,8 @@ import train
 from core import tasks
 from core.config import Config, resolve, validate
 from core.faults import UsageError
-from core.files.folder import config_to_dict, read_settings
-from core.files.log import read_records
+from core.files.run_folder import config_to_dict, read_settings
+from core.files.run_log import read_records
 from core.report.summary import repeat_command
 from environments.base import Env, MultiAgentEnv, Step
 from environments.plumbing import registry
@@ -451,7 +451,7 @@ def test_an_environment_is_given_as_an_object_of_python(place, capsys):
     assert eval(repeat, {"train": train}) == 0 and first_return("runs/again") == 3.0
     capsys.readouterr()
     registry.ENVIRONMENTS.pop("Turns")  # the same resume rule as for `register`
-    assert train.run_command(["--resume", "runs/a", "--num-updates", "3"]) == 2
+    assert train.execute(["--resume", "runs/a", "--num-updates", "3"]) == 2
     assert "train.run" in capsys.readouterr().err
 
 
@@ -536,7 +536,7 @@ def test_rows_and_reward_functions_are_given_as_objects_of_python(place, capsys)
     assert read_records(Path("runs/given/metrics.jsonl"))[-1]["update"] == 2
     capsys.readouterr()
     registry.OBJECTS.clear()  # as another Python
-    assert train.run_command(["--resume", "runs/given", "--num-updates", "3"]) == 2
+    assert train.execute(["--resume", "runs/given", "--num-updates", "3"]) == 2
     assert "give it again, train.run(.., data=.., reward=..)" in capsys.readouterr().err
 
     for wrong in (datasets.DatasetDict(train=data), iter(rows), 5, None):

@@ -10,7 +10,7 @@ from test_sampler import trainer_gap
 
 from core.config import Config
 from core.files.checkpoint import export_model
-from core.files.models import folder_of, load_exported
+from core.files.models import folder_of_model, load_exported
 from core.loading import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from runs.families.families import train
@@ -21,7 +21,7 @@ PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
 
 def tiny(folder):
     cfg = Config(device="cpu", dtype="float32", quantize="nf4", lora_rank=4)
-    return load_policy(cfg, folder_of("tiny", folder / "base"))
+    return load_policy(cfg, folder_of_model("tiny", folder / "base"))
 
 
 def bits_of_base(policy):

@@ -13,7 +13,7 @@ from conftest import needs
 
 from core import config
 from core.extras import chat
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.results import accuracy_of, before_after
 from core.terminal import cli
 from environments.plumbing.check import check_env
@@ -91,7 +91,7 @@ def test_the_commands_of_the_readme_for_a_run_go_on_with_it(command, capsys, mon
     assert commands
     for flags in commands:
         monkeypatch.setattr("sys.stdin", io.StringIO('How many r in "cherry"?'))
-        assert chat.run(chat.main, shlex.split(flags.replace("<name>", "a"))) == 0, flags
+        assert chat.execute(chat.main, shlex.split(flags.replace("<name>", "a"))) == 0, flags
         assert capsys.readouterr().out
 
 
@@ -106,12 +106,12 @@ def test_every_train_command_has_valid_settings(flags):
 
 
 def test_the_environment_commands_of_the_readme_run(capsys, monkeypatch):
-    from environments.__main__ import run_command
+    from environments.__main__ import execute
 
     for flags in commands_of("README.md", r"python -m environments"):
         if "play" in flags:
             monkeypatch.setattr("builtins.input", lambda *_: "5")
-        assert run_command(shlex.split(flags)) == 0, flags
+        assert execute(shlex.split(flags)) == 0, flags
         assert capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from test_episodes import Scripted
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import UsageError
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks, train_tasks
 from core.tiny import PRETRAINED, write_tiny

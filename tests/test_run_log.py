@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from core.faults import UsageError
-from core.files import log as run_log
-from core.files.log import RunLog, read_records, rewind
+from core.files import run_log
+from core.files.run_log import RunLog, read_records, rewind
 from core.report.page import pack_rollouts
 from core.types import Rollout, Turn
 

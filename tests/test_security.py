@@ -168,8 +168,8 @@ def attack(folder, settings, how):
     errors = io.StringIO()
     with contextlib.chdir(here), contextlib.redirect_stderr(errors):
         if how == "chat":
-            return chat.run(lambda *_: 0, [file]), errors.getvalue()
-        return cli.run(validated, [how, file]), errors.getvalue()
+            return chat.execute(lambda *_: 0, [file]), errors.getvalue()
+        return cli.execute(validated, [how, file]), errors.getvalue()
 
 
 def test_no_file_runs_code_or_sends_the_key_without_trust(tmp_path, monkeypatch):
@@ -238,9 +238,9 @@ def test_code_that_a_flag_names_is_not_found_in_the_folder_of_a_file(tmp_path, m
     settings = {"env": ["my.py:Maze:opponent=./model"]}
     (evil / "config.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
-    assert chat.run(play_first_task, [str(evil)]) == 2
+    assert chat.execute(play_first_task, [str(evil)]) == 2
     Path("my.py").write_text("from environments.snake import Snake as Maze\n")
-    chat.run(play_first_task, [str(evil), "--env", "my.py:Maze"])
+    chat.execute(play_first_task, [str(evil), "--env", "my.py:Maze"])
     assert not marker.exists()
 
 

@@ -28,7 +28,7 @@ from core.extras import server_sampler
 from core.extras.server_sampler import SAMPLE, ServerSampler
 from core.faults import UsageError
 from core.files.checkpoint import find_checkpoint
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.loading import load_policy
 from core.loop import play
 from core.sampler import Request, SamplingParams, TorchSampler

@@ -8,7 +8,7 @@ from conftest import metrics_of
 
 from core.batching import to_tokens
 from core.config import Config
-from core.files.log import read_records
+from core.files.run_log import read_records
 from core.report.token_traces import _movement, choose_groups, pieces, trace_tokens
 from core.scoring import score_tokens
 from core.types import Rollout, Turn

@@ -18,14 +18,14 @@ from test_episodes import AtOnce
 
 from core.chat_template import clean_message, prompt_ids, with_system
 from core.episodes import RolloutCollector
-from core.extras import agents, tools
+from core.extras import programs, tools
 from core.faults import UsageError
-from core.files.folder import read_config
-from core.files.log import read_records
+from core.files.run_folder import read_config
+from core.files.run_log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import Completion
-from environments.__main__ import run_command
+from environments.__main__ import execute
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import user
 from environments.plumbing import registry
@@ -235,7 +235,7 @@ def with_template(policy, template):
 def play(policy, *texts, max_turns=9, env="adder", **options):
     sampler = Answers(policy, *texts)
     collector = RolloutCollector(policy, max_turns, renderer=tools.ToolRenderer, **options)
-    collector.play_program = agents.play_program
+    collector.play_program = programs.play_program
     (rollout,) = collector.collect([Task(env, 1, 0)], sampler, PARAMS)
     return rollout, sampler
 
@@ -581,7 +581,7 @@ def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
 
 def test_environments_with_tools_are_played_in_the_terminal_and_the_browser(capsys):
     name = "calculator"
-    assert run_command(["show", name]) == 0 and "tool:" in capsys.readouterr().out
+    assert execute(["show", name]) == 0 and "tool:" in capsys.readouterr().out
     episode = Episode(make(name), name, EVAL_SEEDS[0], {})
     assert {row["speaker"] for row in episode.log} == {"tools", "environment"}
     while episode.asked:

@@ -43,7 +43,7 @@ def whole_run(tmp_path_factory):
         open("output.txt", "w") as output,
         contextlib.redirect_stdout(output),
     ):
-        assert train.run_command(["--run-name", "whole", *SMALL]) == 0
+        assert train.execute(["--run-name", "whole", *SMALL]) == 0
     return folder / "runs/whole"
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.workshop import checker, solutions
-from core.workshop.checker import check, check_all, load, run_command
+from core.workshop.checker import check, check_all, execute, load
 from core.workshop.exercises import EXERCISES, Exercise
 from core.workshop.mistakes import advantages_as_given, changed_solution, mistakes_in
 
@@ -42,7 +42,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 def test_stubs_are_not_yet_written_and_solutions_are_right(write, capsys):
     for file, code, mark in ((STUBS, 1, "· not yet"), (write(), 0, "✓ right")):
-        assert run_command([], file) == code
+        assert execute([], file) == code
         assert capsys.readouterr().out.count(mark) == 10
 
 
@@ -93,7 +93,7 @@ def test_exercise_10_is_not_yet_written_only_as_it_was_given(write):
 
 def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, capsys):
     file = write(gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards.nope\n")
-    code, out = run_command([], file), capsys.readouterr().out
+    code, out = execute([], file), capsys.readouterr().out
     assert (code, out.count("✓ right")) == (1, 9)
     number = file.read_text(encoding="utf-8").splitlines().index("    return rewards.nope") + 1
     assert "AttributeError: " in out and f"(scratch.py, line {number})" in out
@@ -103,18 +103,18 @@ def test_a_copy_gets_commands_with_its_own_name(write, monkeypatch, capsys):
     for name, algo in (("scratch.py", "scratch"), ("mine.py", "mine.py")):
         file = write().rename(write().with_name(name))
         monkeypatch.chdir(file.parent)
-        run_command([], file)
+        execute([], file)
         assert capsys.readouterr().out.endswith(f" python train.py --algo {algo}\n")
 
 
 def test_hints_come_in_three_steps_and_the_solution_last(capsys):
     for step, text in (("1", "How do you get log r"), ("2", "r is its"), ("3", "return log_r.exp")):
-        assert run_command(["--hint", "6", step]) == 0
+        assert execute(["--hint", "6", step]) == 0
         assert text in capsys.readouterr().out
-    assert run_command(["--solution", "6"]) == 0
+    assert execute(["--solution", "6"]) == 0
     assert capsys.readouterr().out.startswith("def kl_k3(")
     with pytest.raises(SystemExit, match="2"):
-        run_command(["--hint", "11"])
+        execute(["--hint", "11"])
 
 
 def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):
@@ -142,6 +142,6 @@ def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
         (2, "import torch\nimport nothing_like_it\n"),
     ):
         (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
-        assert run_command([], tmp_path / "scratch.py") == 2
+        assert execute([], tmp_path / "scratch.py") == 2
         err = capsys.readouterr().err
         assert f"(scratch.py, line {line})" in err and err.count("\n") == 1

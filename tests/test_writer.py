@@ -95,7 +95,7 @@ def test_ctrl_c_while_a_write_is_waited_for_ends_a_command_at_once(
 ):
     """A notebook goes on, where another run could meet the files of the write."""
     go = Event()
-    monkeypatch.setattr(writer_module, "is_program", lambda: program)
+    monkeypatch.setattr(writer_module, "owns_process", lambda: program)
 
     def interrupted(thread):
         monkeypatch.setattr(writer, "_show", lambda thread: (go.set(), thread.join()))

@@ -37,7 +37,7 @@ from core import config, tasks
 from core.config import Config, Count
 from core.faults import Fault, UsageError
 from core.files.atomic import scratch_folder
-from core.files.folder import read_config
+from core.files.run_folder import read_config
 from core.types import Completion, Message, Rollout
 from environments.base import RunInfo
 from environments.plumbing.registry import begin_run
@@ -130,13 +130,13 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
     )  # fmt: skip
 
 
-def run(main: Callable[[Flags, Config], int], args: list[str]) -> int:
-    """`main` with the parsed flags; errors as `cli.run` reports them."""
-    return cli.run(lambda parsed: main(*parsed), args, parse, "core.chat")
+def execute(main: Callable[[Flags, Config], int], args: list[str]) -> int:
+    """`main` with the parsed flags; errors as `cli.execute` reports them."""
+    return cli.execute(lambda parsed: main(*parsed), args, parse, "core.chat")
 
 
 if __name__ == "__main__":
-    if code := run(lambda *_: 0, sys.argv[1:]):
+    if code := execute(lambda *_: 0, sys.argv[1:]):
         sys.exit(code)  # --help and errors, before the slow imports
     cli.say_loading()
 
@@ -145,10 +145,10 @@ from torch import Tensor
 from core.chat_template import Schema, clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
-from core.extras import agents, tools
+from core.extras import programs, tools
 from core.files.checkpoint import base_model, copy_weights, find_checkpoint
-from core.files.log import METRICS, read_records
-from core.files.models import folder_of, load_exported, untrained
+from core.files.models import folder_of_model, load_exported, untrained
+from core.files.run_log import METRICS, read_records
 from core.loading import has_adapters, load_policy
 from core.memory import out_of_memory_as_one_line
 from core.policy import Policy
@@ -246,12 +246,10 @@ def read_lines(interactive: bool) -> Iterator[str]:
 
 def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
     """The trained policy, or the model; with --before, the model before training comes first."""
-    run_dir = Path(flags.policy)
-    is_run = (run_dir / "config.yaml").exists()
+    folder = Path(flags.policy)
+    is_run = (folder / "config.yaml").exists()
     try:
-        policy, source = (
-            load_trained(cfg, run_dir) if is_run else (_load(cfg, flags.policy), run_dir)
-        )
+        policy, source = load_trained(cfg, folder) if is_run else (_load(cfg, flags.policy), folder)
     except UsageError as error:
         if is_run or flags.policy.count("/") == 1:  # a Hub id
             raise
@@ -264,7 +262,7 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
         if policy.lora_rank and not has_adapters(cfg.model_id):  # the same weights without them
             before = replace(policy, disables_adapters=True)
         else:
-            before = _load(untrained(cfg), base_model(run_dir, cfg.model_id))
+            before = _load(untrained(cfg), base_model(folder, cfg.model_id))
         policies = {"before": before, **policies}
     return [Speaker(label, collector_for(policy, cfg)) for label, policy in policies.items()]
 
@@ -274,25 +272,25 @@ def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
     return RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
         system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer,
-        play_program=agents.play_program, say=_note,
+        play_program=programs.play_program, say=_note,
     )  # fmt: skip
 
 
-def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
+def load_trained(cfg: Config, folder: Path) -> tuple[Policy, Path]:
     """The policy of a run, and the folder of its weights. Raises UsageError if there is none.
 
     If a finished run is resumed with more updates, its model/ is out of date until it finishes
     again; until then the newest checkpoint answers.
     """
-    exported, updates = run_dir / "model", num_updates(read_records(run_dir / METRICS))
+    exported, updates = folder / "model", num_updates(read_records(folder / METRICS))
     is_finished = exported.is_dir() and updates >= cfg.num_updates
-    checkpoint = None if is_finished else find_checkpoint(run_dir).folder
+    checkpoint = None if is_finished else find_checkpoint(folder).folder
     if checkpoint is None and not exported.is_dir():
-        raise UsageError(f"{run_dir}: no checkpoint yet; --save-every sets when a run saves one")
+        raise UsageError(f"{folder}: no checkpoint yet; --save-every sets when a run saves one")
     if checkpoint is None:
-        return load_exported(cfg, run_dir, "model"), exported
+        return load_exported(cfg, folder, "model"), exported
     policy = _load(
-        cfg, base_model(run_dir, cfg.model_id),
+        cfg, base_model(folder, cfg.model_id),
         value_head="value_head" in config.needs(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
     copy_weights(checkpoint, policy.trainable(), same_dtype=False)
@@ -399,7 +397,7 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
 
 def _load(cfg: Config, model_id: str, value_head: bool = False) -> Policy:
     with scratch_folder() as folder:
-        own = folder_of(model_id, folder / "tiny", cfg.seed)
+        own = folder_of_model(model_id, folder / "tiny", cfg.seed)
         return load_policy(cfg, own, value_head=value_head, flag="model")
 
 
@@ -408,4 +406,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, sys.argv[1:]))
+    sys.exit(execute(main, sys.argv[1:]))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.config import Config
 from core.extras import chat
-from core.extras.agents import Conversations, Prompt, differences, matcher
+from core.extras.programs import Conversations, Prompt, differences, matcher
 from core.faults import UsageError
 from core.sampler import Request, SamplingParams, TorchSampler, draw
 from core.terminal import cli
@@ -123,9 +123,9 @@ def params_of(ask: Ask, cfg: Config, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens, temperature, max(top_p, 1e-6), cfg.top_k, cfg.seed)
 
 
-def run(args: list[str]) -> int:
-    return cli.run(lambda parsed: main(*parsed), args, parse, "core.serve")
+def execute(args: list[str]) -> int:
+    return cli.execute(lambda parsed: main(*parsed), args, parse, "core.serve")
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(execute(sys.argv[1:]))

@@ -31,8 +31,8 @@ from core import distributed
 from core.config import TINY
 from core.faults import UsageError, ran_out
 from core.files.atomic import PART, flush, published, remove, sealed, unseal
-from core.files.folder import train_command
-from core.files.log import METRICS, iter_records
+from core.files.run_folder import train_command
+from core.files.run_log import METRICS, iter_records
 from core.memory import host_free_bytes
 from core.optimizer import MasterAdamW, pinned_copy
 from core.policy import Policy, Weights

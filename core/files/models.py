@@ -8,7 +8,7 @@ from typing import Any
 from core.config import SMOLLM2, TINY, Config
 from core.files.atomic import sealed, unseal
 from core.files.checkpoint import ADAPTERS, base_model
-from core.files.folder import read_settings
+from core.files.run_folder import read_settings
 from core.loading import load_policy
 from core.policy import Policy
 from core.tiny import PRETRAINED, write_tiny
@@ -25,7 +25,7 @@ def load_exported(cfg: Config, folder: Path, flag: str) -> Policy:
         return load_policy(plain, str(model), flag=flag)
     trained: dict[str, Any] = {"model_id": Config.model_id, "quantize": "none"}
     trained |= read_settings(folder / "config.yaml")
-    base = folder_of(base_model(folder, trained["model_id"]))
+    base = folder_of_model(base_model(folder, trained["model_id"]))
     quantized = replace(plain, quantize=trained["quantize"])
     return load_policy(quantized, base, adapters=str(model), flag=flag)
 
@@ -35,7 +35,7 @@ def untrained(cfg: Config) -> Config:
     return replace(cfg, lora_rank=0, lora_alpha=0.0, quantize="none")
 
 
-def folder_of(
+def folder_of_model(
     model_id: str, tiny_folder: Path | None = None, seed: int = 0, has_trained: bool = False
 ) -> str:
     """The folder of tiny, tiny-random and smollm2, which it writes if need be; any other id.

@@ -12,7 +12,7 @@ from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.faults import Stopped
-from core.files.log import RunLog
+from core.files.run_log import RunLog
 from core.metrics import by_seat, opening_of, pass_at_k
 from core.sampler import Sampler, SamplingParams, params_of
 from core.seeds import EVALUATION, derive_seed

@@ -32,11 +32,9 @@ from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped, UsageError
-from core.files import checkpoint
-from core.files import folder as run_dir
-from core.files import log as run_log
+from core.files import checkpoint, run_folder, run_log
 from core.files.atomic import scratch_folder
-from core.files.models import folder_of as folder_of_model
+from core.files.models import folder_of_model
 from core.loading import load_policy
 from core.loop import best
 from core.loop.ahead import Ahead
@@ -48,13 +46,13 @@ from core.loop.writer import Writer
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy, Weights
-from core.pool import is_program as is_agent_program
+from core.pool import is_program
 from core.report import write_pages
 from core.report.doctor import final_lines
 from core.sampler import Sampler, TorchSampler
 from core.terminal import cli
 from core.terminal.console import Display, Output, print_line
-from core.terminal.interrupt import Interrupt, is_program
+from core.terminal.interrupt import Interrupt, owns_process
 from environments import Env, rewarded
 from environments.base import RunInfo
 from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings, short_names
@@ -94,13 +92,13 @@ def open_run(cfg: Config) -> Iterator[Run]:
         restarted = distributed.is_restarted()
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
         cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))
-        settings = run_dir.config_to_dict(cfg)
+        settings = run_folder.config_to_dict(cfg)
         if is_new:
             folder = distributed.broadcast_from_rank_0(
-                lambda: run_dir.create_run(folder, settings, take_next=not cfg.run_name)
+                lambda: run_folder.create_run(folder, settings, take_next=not cfg.run_name)
             )
         is_writer = distributed.rank() == 0
-        with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
+        with run_folder.lock_run(folder, settings, is_new) if is_writer else nullcontext():
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else scratch_dir
@@ -173,7 +171,7 @@ def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
         return RUNS / cfg.run_name, False
     names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
     stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"
-    return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
+    return run_folder.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
 
 
 def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
@@ -185,7 +183,7 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
         return cfg
     if cfg.sampler == "openai":  # the server has the template
         return cfg
-    saved = "" if is_new else run_dir.read_settings(folder / "config.yaml").get("template_date")
+    saved = "" if is_new else run_folder.read_settings(folder / "config.yaml").get("template_date")
     return replace(cfg, template_date=saved or date.today().isoformat())
 
 
@@ -211,12 +209,12 @@ def _opened(
         loaded = perf_counter()
         sampler = _make_sampler(cfg, policy, algorithm, reserved)
         seconds = {"model": loaded - started, "sampler": perf_counter() - loaded}
-        if is_program():
+        if owns_process():
             seconds["import"] = started - STARTED
         budget = memory.set_micro_batch_budget(policy, cfg, reserved + optimizer.gradient_bytes())
     notes, changed = _continue_files(cfg, algorithm, folder, log_dir, progress, new)
     records = run_log.read_records(log_dir / run_log.METRICS)
-    settings, quiet = run_dir.config_to_dict(cfg), log_dir != folder
+    settings, quiet = run_folder.config_to_dict(cfg), log_dir != folder
     with (
         closing(sampler),
         Interrupt() as interrupt,
@@ -342,7 +340,7 @@ def num_rollouts(cfg: Config) -> int:
 def has_one_agent(spec: EnvSpec) -> bool:
     """Whether an episode never asks for several completions at the same time; False: unknown."""
     made: Any = spec.constructor
-    return isinstance(made, type) and issubclass(made, Env) and not is_agent_program(spec)
+    return isinstance(made, type) and issubclass(made, Env) and not is_program(spec)
 
 
 def _continue_files(
@@ -360,7 +358,7 @@ def _continue_files(
     """
     damage = distributed.broadcast_from_rank_0(lambda: run_log.rewind(log_dir, progress, cfg.trust))
     changes = distributed.broadcast_from_rank_0(
-        lambda: {} if new else run_dir.changed_settings(cfg, folder)
+        lambda: {} if new else run_folder.changed_settings(cfg, folder)
     )
     changed = {name: f"{name} {before} -> {now}" for name, (before, now) in changes.items()}
     recorded = [line for name, line in changed.items() if name not in config.FREE_ON_RESUME]
@@ -371,7 +369,7 @@ def _continue_files(
     edited = evaluation.forget_edited(files, progress)
     notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded),
              "changed_code": edited}  # fmt: skip
-    run_dir.write_config(log_dir, run_dir.config_to_dict(cfg))
+    run_folder.write_config(log_dir, run_folder.config_to_dict(cfg))
     if FOLDER not in algorithm.file.parents:  # a file of the user's, which the run keeps
         with suppress(shutil.SameFileError):
             shutil.copy(algorithm.file, log_dir)
@@ -394,10 +392,10 @@ def _make_collector(
     if any(map(tasks.has_tools, envs)):
         from core.extras.tools import ToolRenderer as renderer
     play_program: Any = None
-    if any(map(is_agent_program, envs)):
-        from core.extras import agents
+    if any(map(is_program, envs)):
+        from core.extras import programs
 
-        play_program = agents.play_program
+        play_program = programs.play_program
     return RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
         env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,

@@ -9,9 +9,8 @@ from typing import Any
 
 from core import config, distributed
 from core.config import Config
-from core.files import checkpoint
-from core.files import folder as run_dir
-from core.files.log import RunLog
+from core.files import checkpoint, run_folder
+from core.files.run_log import RunLog
 from core.loop.writer import Writer
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
@@ -69,7 +68,7 @@ class Outputs:
             expected = sum(seconds) + max(seconds, default=FIRST_TIME)
             is_first = page == "report.html" and not seconds and not (self.folder / page).exists()
             if is_first or expected < MAX_TIME * (started - self.opened_at):
-                for line in write_pages(self.folder, run_dir.config_to_dict(self.cfg), names):
+                for line in write_pages(self.folder, run_folder.config_to_dict(self.cfg), names):
                     self.display.say(line)
                 seconds.append(perf_counter() - started)
 
@@ -77,5 +76,6 @@ class Outputs:
         """The command that resumes this run."""
         trust = config.trust_flags(vars(self.cfg), self.folder / "config.yaml")
         flags = "--resume", str(self.folder), *trust
-        only_here = any(env.only_in_python for env in self.cfg.env)
-        return run_dir.again(self.cfg.env, *flags) if only_here else run_dir.train_command(*flags)
+        if any(env.only_in_python for env in self.cfg.env):
+            return run_folder.again(self.cfg.env, *flags)
+        return run_folder.train_command(*flags)

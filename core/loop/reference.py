@@ -17,14 +17,14 @@ from core.config import Config
 from core.faults import UsageError
 from core.files.atomic import sealed, unseal
 from core.files.checkpoint import copy_weights, save_weights
-from core.files.models import folder_of, untrained
+from core.files.models import folder_of_model, untrained
 from core.loading import load_policy
 from core.policy import Policy
 
 FOLDER = "reference"
 
 
-def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
+def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Policy:
     """The reference of a run: copied from `policy` before update 1 ends, loaded from then on.
 
     Raises UsageError if `next_update` is a later one and its folder is missing or damaged.
@@ -32,7 +32,7 @@ def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
     if policy.lora_rank:
         return replace(policy, value_head=None, disables_adapters=True)
     frozen = copy.deepcopy(policy.model).requires_grad_(False)
-    folder, weights = run_dir / FOLDER, dict(frozen.named_parameters())  # tied ones once
+    folder, weights = run_folder / FOLDER, dict(frozen.named_parameters())  # tied ones once
     if next_update > 1:
         if fault := unseal(folder)[1]:
             raise UsageError(f"--resume: {folder}, the reference of the KL, {fault}: restore the "
@@ -51,7 +51,7 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
         "template_options": "", "template_date": "",  # it reads no messages
     }  # fmt: skip
     settings_of_teacher = replace(untrained(cfg), **settings)
-    teacher = load_policy(settings_of_teacher, folder_of(cfg.teacher), flag="--teacher")
+    teacher = load_policy(settings_of_teacher, folder_of_model(cfg.teacher), flag="--teacher")
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
     teacher.model.requires_grad_(False)

@@ -17,7 +17,7 @@ from core.batching import Batch
 from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
-from core.files import log as run_log
+from core.files import run_log
 from core.loop import best
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 from core.terminal.console import Display
-from core.terminal.interrupt import is_program
+from core.terminal.interrupt import owns_process
 
 PATIENCE, POLL = 1.0, 0.1  # seconds of waiting before there is a line, and between its updates
 MB = 10**6
@@ -29,7 +29,7 @@ class Writer:
         """Calls `write`, which writes about `num_bytes` into the folder `part`, in a thread."""
         assert self.thread is None, "call wait() first"
 
-        def run() -> None:
+        def work() -> None:
             try:
                 write()
             except BaseException as error:
@@ -37,7 +37,7 @@ class Writer:
 
         self.part, self.num_bytes = part, num_bytes
         # a daemon, as Ctrl-C while `wait` waits has to end the process
-        self.thread = Thread(target=run, name="writer", daemon=True)
+        self.thread = Thread(target=work, name="writer", daemon=True)
         self.thread.start()
 
     def check(self) -> None:
@@ -73,7 +73,7 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
-        elif not (issubclass(kind, KeyboardInterrupt) and is_program()):  # a notebook goes on
+        elif not (issubclass(kind, KeyboardInterrupt) and owns_process()):  # a notebook goes on
             try:
                 self.wait()
             except OSError as error:  # the run has failed already

@@ -12,19 +12,19 @@ from environments.plumbing.text import one_line
 PAGES = ("README.md", "curves.png", "report.html")
 
 
-def write_pages(run_dir: Path, config: dict[str, Any], names: Sequence[str] = PAGES) -> list[str]:
+def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAGES) -> list[str]:
     """Writes README.md, report.html and, after the first update, curves.png of a run; or those of
     `names` alone.
 
     `config` holds the settings of the run, as config.yaml does. Returns a line for each page that
     cannot be made of this log; the others are written. Raises OSError if the disk fails.
     """
-    from core.files.log import METRICS, read_records
+    from core.files.run_log import METRICS, read_records
     from core.report import doctor
     from core.report.page import write_page
     from core.report.summary import algorithm_title, write_readme
 
-    records = read_records(run_dir / METRICS)
+    records = read_records(folder / METRICS)
 
     def curves() -> None:
         if not any("update" in record for record in records):
@@ -36,16 +36,16 @@ def write_pages(run_dir: Path, config: dict[str, Any], names: Sequence[str] = PA
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # a name in a script without a font
             draw_curves(
-                run_dir / "curves.png", records, f"{title} · seed {config['seed']}",
+                folder / "curves.png", records, f"{title} · seed {config['seed']}",
                 meanings(config["env"], trust=True),
             )  # fmt: skip
 
     pages: dict[str, Callable[[], object]] = {
         "README.md": lambda: write_readme(
-            run_dir, config, records, doctor.lines(run_dir, config, records)
+            folder, config, records, doctor.lines(folder, config, records)
         ),
         "curves.png": curves,
-        "report.html": lambda: write_page(run_dir / "report.html", [(run_dir, config)]),
+        "report.html": lambda: write_page(folder / "report.html", [(folder, config)]),
     }
     failed = []
     for name in names:
@@ -54,6 +54,6 @@ def write_pages(run_dir: Path, config: dict[str, Any], names: Sequence[str] = PA
         except (OSError, Fault):
             raise
         except Exception as error:
-            failed.append(f"{run_dir / name} cannot be made: {type(error).__name__}: "
+            failed.append(f"{folder / name} cannot be made: {type(error).__name__}: "
                           f"{one_line(error)[:200]}")  # fmt: skip
     return failed

@@ -26,8 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from core.faults import UsageError
-from core.files.folder import read_settings
-from core.files.log import METRICS, read_records
+from core.files.run_folder import read_settings
+from core.files.run_log import METRICS, read_records
 from core.report import board as boards
 from core.report.curves import draw_comparison
 from core.report.page import write_page
@@ -118,14 +118,14 @@ def matching(run: Path) -> list[Path]:
     return [folder for folder in found if (folder / "config.yaml").exists()] or [run]
 
 
-def read_config(run_dir: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Returns the settings in config.yaml of a run.
 
     Raises UsageError if the folder is not that of a run.
     """
-    if not (run_dir / METRICS).is_file():
-        raise UsageError(f"{run_dir}: not the folder of a run (it has no {METRICS})")
-    config = read_settings(run_dir / "config.yaml")
+    if not (folder / METRICS).is_file():
+        raise UsageError(f"{folder}: not the folder of a run (it has no {METRICS})")
+    config = read_settings(folder / "config.yaml")
     return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
 
 
@@ -137,7 +137,7 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
     final accuracy.
     """
     found: list[tuple[str, float, float, list[str]]] = []
-    names = names_of([run_dir for run_dir, *_ in runs])
+    names = names_of([folder for folder, *_ in runs])
     for name, (_, config, records) in zip(names, runs, strict=True):
         trained = short_names(config["env"])
         for env, first, last in before_after(records) or [(trained, {}, {})]:
@@ -165,7 +165,7 @@ def narrow(row: list[str]) -> str:
 def main(args: list[str]) -> int:
     """Runs the command; returns the exit code, 2 after invalid input, 1 if the disk fails."""
     prog = "python -m core.report.compare"
-    return cli.run(lambda given: tyro.cli(compare, args=given, prog=prog) or 0, args,
+    return cli.execute(lambda given: tyro.cli(compare, args=given, prog=prog) or 0, args,
                    lambda given: given, "core.report.compare")  # fmt: skip
 
 

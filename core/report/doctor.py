@@ -18,8 +18,8 @@ from core import diagnostics, invariants, series
 from core.algorithm import name_of
 from core.config import trust_flags
 from core.faults import UsageError
-from core.files.folder import again, quoted, read_settings
-from core.files.log import METRICS, ROLLOUTS, iter_records, read_records
+from core.files.run_folder import again, quoted, read_settings
+from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
 from core.report import trl_runs
 from core.report.summary import logged_warnings, num_updates
 from core.results import Record, accuracies_of, before_after, from_to, never_right, returns_of
@@ -48,13 +48,13 @@ class Finding(NamedTuple):
         return f"{self.text} (report.html: {self.picture}). Next: {self.next}"
 
 
-def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
+def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
     """What the records of a run show; `config`: its settings. A healthy run has one finding."""
     if not any(record.get("update", -1) >= 0 for record in records):
         return []
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
-    found = _current_warnings(run_dir, config, records, spec)
-    outcome = _outcomes(run_dir, config, records) or _by_reward(config, records)
+    found = _current_warnings(folder, config, records, spec)
+    outcome = _outcomes(folder, config, records) or _by_reward(config, records)
     named = {*_held(config, records)}
     if named & {"no_reward", *diagnostics.UNCHANGED}:
         return found[:MAX_FINDINGS]  # what the reward and the accuracy do follows from it
@@ -81,7 +81,7 @@ def _held(config: dict[str, Any], records: list[Record]) -> dict[str, str]:
 
 
 def _current_warnings(
-    run_dir: Path, config: dict[str, Any], records: list[Record], spec: str
+    folder: Path, config: dict[str, Any], records: list[Record], spec: str
 ) -> list[Finding]:
     """What these warnings mean, the one that matters most first."""
     held = _held(config, records)
@@ -94,17 +94,17 @@ def _current_warnings(
             since = f"({name}, since update {updates[-1]})"
             text = f"{meaning[:1].upper()}{meaning[1:]}: {number} {since}"
             if name == "no_reward":
-                text = f"{number[:1].upper()}{number[1:]}{_example(run_dir)}"
+                text = f"{number[:1].upper()}{number[1:]}{_example(folder)}"
                 advice = advice.partition("; else ")[0].replace("SPEC", spec)
             found.append(Finding(text, picture, advice))
     return found
 
 
-def _example(run_dir: Path) -> str:
+def _example(folder: Path) -> str:
     """The first answer of training, whose reward a reader can judge, and its row in the data. Of an
     episode with several it is the last one; the environment may speak after it."""
-    theirs = trl_runs.is_theirs(run_dir)
-    for rollout in trl_runs.rollouts(run_dir) if theirs else iter_records(run_dir / ROLLOUTS):
+    theirs = trl_runs.is_theirs(folder)
+    for rollout in trl_runs.rollouts(folder) if theirs else iter_records(folder / ROLLOUTS):
         question = asked = answer = ""
         for message in rollout.get("messages", []) if rollout.get("kind") == "train" else []:
             text = printable(str(message.get("content")))[:200]
@@ -118,7 +118,7 @@ def _example(run_dir: Path) -> str:
     return ""
 
 
-def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
+def _outcomes(folder: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
     """Whether held-out accuracy has changed, for each environment, and whether it still does."""
     found = []
     for env, first, last in before_after(records):
@@ -131,7 +131,7 @@ def _outcomes(run_dir: Path, config: dict[str, Any], records: list[Record]) -> l
         if p is None and low is not None:  # the tasks are others now: compare the intervals
             apart = low > first[f"eval/{env}/ci_high"] or high < first[f"eval/{env}/ci_low"]
             p = CLEAR / 2 if apart else 1.0
-        on, step = f"on held-out tasks of {env}", _more_updates(run_dir, config, records, low)
+        on, step = f"on held-out tasks of {env}", _more_updates(folder, config, records, low)
         if p is not None and p < CLEAR and after > before:
             text = f"It learns: accuracy {on} rose from {from_to(before, after)}"
         elif p is not None and p < CLEAR:
@@ -171,7 +171,7 @@ def _by_return(env: str, first: Record, last: Record, step: str) -> tuple[str, s
 
 
 def _more_updates(
-    run_dir: Path, config: dict[str, Any], records: list[Record], lowest: float | None
+    folder: Path, config: dict[str, Any], records: list[Record], lowest: float | None
 ) -> str:
     """Whether more updates would help, by how the reward moved in the last updates.
 
@@ -181,15 +181,15 @@ def _more_updates(
     window = max(series.WINDOW, len(updates) // 4)
     before, last = updates[-2 * window : -window], updates[-window:]
     total = str(2 * num_updates(records))
-    go_on = again(config.get("env", ()), "--resume", str(run_dir), "--num-updates", total)
+    go_on = again(config.get("env", ()), "--resume", str(folder), "--num-updates", total)
     right = series.mean_of(last, "reward/correct")
     if (lowest or 0) >= SOLVED and config.get("curriculum") and right < SOLVED:
         return (f"held-out tasks as hard as those that the curriculum trains on by now, of which "
                 f"{right:.0%} are right (--eval-env)")  # fmt: skip
     if (lowest or 0) >= SOLVED:
         other = "reinforce" if name_of(config["algo"]) == "grpo" else "grpo"
-        flags = ["--algo", other, *trust_flags(config, run_dir / "config.yaml")]
-        command = again(config.get("env", ()), "--config", str(run_dir), *flags)
+        flags = ["--algo", other, *trust_flags(config, folder / "config.yaml")]
+        command = again(config.get("env", ()), "--config", str(folder), *flags)
         return f"the tasks are solved, so harder ones, or another algorithm: {command}"
     if len(before) < series.WINDOW:
         return f"more updates, as these are too few to tell: {go_on}"
@@ -271,14 +271,14 @@ def _overfit(records: list[Record]) -> list[Finding]:
     return [Finding(text, "Held-out accuracy", "more training tasks, or fewer updates")]
 
 
-def lines(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[str]:
+def lines(folder: Path, config: dict[str, Any], records: list[Record]) -> list[str]:
     """The findings, as text."""
-    return [*map(str, findings(run_dir, config, records))]
+    return [*map(str, findings(folder, config, records))]
 
 
-def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
+def final_lines(folder: Path, config: dict[str, Any]) -> list[str]:
     """The lines that end a run: accuracy before and after, warnings, files, the findings."""
-    records = read_records(run_dir / METRICS)
+    records = read_records(folder / METRICS)
     found = []
     for env, first, last in before_after(records):
         line = f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
@@ -287,11 +287,11 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
         found.append(line)
     for name, updates, message in logged_warnings(records):
         found.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
-    found.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
+    found.append(f"curves: {folder / 'curves.png'}   rollouts: {folder / 'report.html'}")
     if config["sampler"] != "openai":
-        flags = ["--before", *trust_flags(config, run_dir / "config.yaml")]
-        found.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(run_dir), *flags])}")
-    return [*found, *lines(run_dir, config, records)]
+        flags = ["--before", *trust_flags(config, folder / "config.yaml")]
+        found.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(folder), *flags])}")
+    return [*found, *lines(folder, config, records)]
 
 
 def _change(env: str, first: Record, last: Record) -> str:
@@ -331,7 +331,7 @@ def main(args: list[str]) -> int:
                 print(f"{folder}: {line}" if len(folders) > 1 else line)
         return 0
 
-    return cli.run(show, args, lambda given: given, "core.report.doctor")
+    return cli.execute(show, args, lambda given: given, "core.report.doctor")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from core.files.atomic import published
-from core.files.folder import by_flag
-from core.files.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, iter_records, read_records
+from core.files.run_folder import by_flag
+from core.files.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, iter_records, read_records
 from core.report.doctor import findings
 from core.report.summary import (
     algorithm_title,
@@ -50,14 +50,14 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
     """
     before, after = TEMPLATE.read_text(encoding="utf-8").split("$data", 1)
     room = (PAGE_BYTES - TEMPLATE.stat().st_size) // len(runs)
-    names = names_of([run_dir for run_dir, _ in runs])
+    names = names_of([folder for folder, _ in runs])
     data = {"runs": [_run_data(n, *run, room) for n, run in zip(names, runs, strict=True)]}
     with published(path) as part:
         part.write_text(before + to_json(data) + after, encoding="utf-8", newline="\n")
     return path
 
 
-def pack_rollouts(run_dir: Path, room: int) -> tuple[list[Record], str]:
+def pack_rollouts(folder: Path, room: int) -> tuple[list[Record], str]:
     """Packs the rollouts of a run into at most `room` bytes of JSON.
 
     Returns one object per batch (the rollouts of an update or of an evaluation), and what was left
@@ -65,7 +65,7 @@ def pack_rollouts(run_dir: Path, room: int) -> tuple[list[Record], str]:
     """
 
     def packed() -> Iterator[tuple[BatchKey, Record]]:
-        for key, rows in _read_batches(run_dir):
+        for key, rows in _read_batches(folder):
             # so that the first and last of both kinds fit, whatever the number of rollouts
             yield key, _pack_batch(key, rows, min(TEXT_CHARS, room // (8 * len(rows))))
 
@@ -104,16 +104,16 @@ def shorten(text: str, limit: int) -> str:
     return text if excess <= 0 else text[:half] + note + text[half + excess :]
 
 
-def _run_data(name: str, run_dir: Path, config: dict[str, Any], room: int) -> Record:
+def _run_data(name: str, folder: Path, config: dict[str, Any], room: int) -> Record:
     """The JSON object of a run in at most `room` bytes."""
-    records = read_records(run_dir / METRICS)
+    records = read_records(folder / METRICS)
     data: Record = {
         "name": name,
         "algo": algorithm_title(config),
         "env": short_names(config["env"]),
         "model": str(config["model_id"]),
         "seed": config["seed"],
-        "command": repeat_command(run_dir, config),
+        "command": repeat_command(folder, config),
         "num_updates": num_updates(records),
         "minutes": round(minutes(records), 2),
         "tokens": sampled_tokens(records),
@@ -126,7 +126,7 @@ def _run_data(name: str, run_dir: Path, config: dict[str, Any], room: int) -> Re
             }
             for env, first, last in before_after(records)
         ],
-        "findings": [finding._asdict() for finding in findings(run_dir, config, records)],
+        "findings": [finding._asdict() for finding in findings(folder, config, records)],
         "settings": [[key, shorten(str(value), 200)] for key, value in by_flag(config).items()],
         "warnings": [
             {
@@ -143,7 +143,7 @@ def _run_data(name: str, run_dir: Path, config: dict[str, Any], room: int) -> Re
         "held_out": config.get("eval_num_tasks", 0) * len(config.get("eval_env") or config["env"]),
     }
     room -= len(to_json(data)) + 400
-    data["batches"], data["left_out"] = pack_rollouts(run_dir, room)
+    data["batches"], data["left_out"] = pack_rollouts(folder, room)
     return data
 
 
@@ -169,12 +169,12 @@ def _curves(records: list[Record]) -> dict[str, list[list[Any]]]:
     return curves
 
 
-def _read_batches(run_dir: Path) -> Iterator[tuple[BatchKey, list[Record]]]:
+def _read_batches(folder: Path) -> Iterator[tuple[BatchKey, list[Record]]]:
     """The rollouts of each update and each evaluation, in the order of the files."""
     rows = (
         row
         for name in (OLD_ROLLOUTS, ROLLOUTS)
-        for row in iter_records(run_dir / name)
+        for row in iter_records(folder / name)
         if "kind" in row
     )
     for key, batch in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):

@@ -7,7 +7,7 @@ from typing import Any
 from core.algorithm import name_of, title_of
 from core.config import trust_flags
 from core.files.atomic import published
-from core.files.folder import again
+from core.files.run_folder import again
 from core.results import Record, accuracies_of, before_after
 from environments.plumbing.registry import short_names
 
@@ -48,7 +48,7 @@ def algorithm_title(config: dict[str, Any]) -> str:
 
 
 def write_readme(
-    run_dir: Path, config: dict[str, Any], records: list[Record], findings: list[str]
+    folder: Path, config: dict[str, Any], records: list[Record], findings: list[str]
 ) -> None:
     """Writes README.md of a run: settings, what it shows, accuracy before and after, how to repeat
     it. `findings`: of core/report/doctor.py."""
@@ -61,7 +61,7 @@ def write_readme(
     text = README.format(
         **{key: config[key] for key in ("model_id", "seed", "sft_steps")},
         algo=algorithm_title(config),
-        name=run_dir.name,
+        name=folder.name,
         env=short_names(config["env"]),
         updates=num_updates(records),
         minutes=minutes(records),
@@ -71,9 +71,9 @@ def write_readme(
         if findings
         else "",
         results=RESULTS.format(rows="\n".join(rows)) if rows else "",
-        command=repeat_command(run_dir, config),
+        command=repeat_command(folder, config),
     )
-    with published(run_dir / "README.md") as part:
+    with published(folder / "README.md") as part:
         part.write_text(text, encoding="utf-8", newline="\n")
 
 
@@ -86,9 +86,9 @@ def as_text(line: str) -> str:
     return re.sub(r"([\\`*\[<])", r"\\\1", line)
 
 
-def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
+def repeat_command(folder: Path, config: dict[str, Any]) -> str:
     """Returns the command that repeats a run under another name."""
-    file = run_dir / "config.yaml"
+    file = folder / "config.yaml"
     flags = ["--config", str(file), "--run-name", "again", *trust_flags(config, file)]
     return again(config["env"], *flags)
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from core.terminal import interrupt
 from environments.plumbing.text import print_any_character
 
-if interrupt.is_program():
+if interrupt.owns_process():
     interrupt.set_hooks()  # before the slow imports
     print_any_character()
 
@@ -28,7 +28,7 @@ from core import config
 from core.algorithm import name_of
 from core.config import FREE_ON_RESUME, Config
 from core.faults import Fault, RankLost, Stopped, UsageError
-from core.files.folder import (
+from core.files.run_folder import (
     DISK_ERRORS,
     as_config,
     changed_settings,
@@ -208,7 +208,7 @@ def _check_changes(cfg: Config, run: Path) -> None:
                              "it back, or add --allow-changes")  # fmt: skip
 
 
-def run(
+def execute(
     main: Callable[[Any], int],
     args: list[str],
     parse: Callable[[list[str]], Any] = parse,
@@ -260,7 +260,7 @@ def answer_at_once(args: list[str]) -> None:
     """Exit for --help and for all that `parse` rejects, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch, for the algorithm
     try:
-        code = run(lambda _: 0, args, starting=True)
+        code = execute(lambda _: 0, args, starting=True)
     except BrokenPipeError:  # --help | head
         os._exit(0)  # at its usual exit Python would write once more
     if code:
@@ -275,7 +275,7 @@ def say_loading() -> None:
 
 def need_temporary_folder(program: str) -> None:
     """Exit with a line if no place for temporary files is writable; before `import torch`."""
-    if code := run(lambda _: 0, [], lambda _: None, program, starting=True):
+    if code := execute(lambda _: 0, [], lambda _: None, program, starting=True):
         sys.exit(code)
 
 

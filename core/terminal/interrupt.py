@@ -15,7 +15,7 @@ from core.faults import Stopped
 from environments.plumbing.text import printable
 
 
-def is_program() -> bool:
+def owns_process() -> bool:
     """Whether Python runs a command of picoRL; False where another program or a notebook does."""
     started = getattr(sys.modules["__main__"], "__file__", None) or "/"
     return Path(started).resolve().is_relative_to(Path(__file__).parents[2])

@@ -68,8 +68,8 @@ class Answer:
     error: BaseException | None = None
 
 
-def run_command(args: list[str], file: Path = FILE) -> int:
-    """Runs `python scratch.py ARGS`.
+def execute(args: list[str], file: Path = FILE) -> int:
+    """What `python scratch.py ARGS` does.
 
     Returns the exit code: 0 if all exercises are right, 1 if not, 2 if the file cannot be imported.
     """

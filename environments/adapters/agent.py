@@ -144,7 +144,7 @@ class Play:
                 pass
 
 
-class AgentProgram(Env):
+class Program(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
     with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, as
     module.Name; `error_reward`: what they earn at most; `timeout`: seconds between two requests,
@@ -152,7 +152,7 @@ class AgentProgram(Env):
     programs in containers reach the endpoint; `alone`: as `Env.alone`, for programs that take
     different times or wait for each other."""
 
-    is_program = waits = True  # core/extras/agents.py answers its requests
+    is_program = waits = True  # core/extras/programs.py answers its requests
     heard = 0.0  # when a program of this process last asked or ended, or was answered
     patience = SILENCE
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
@@ -207,8 +207,8 @@ class AgentProgram(Env):
         self.asks, self.turns, self.over_limit, self.error = [], [], False, None
         self.since, self.place = time.monotonic(), row.place
         self.play = play = Play(endpoint.shared(self.host).open())
-        work = self._run_function if self.function else self._run_command
-        play.thread = threading.Thread(target=self._run, args=(work, play, {**row}), daemon=True)
+        work = self._call_function if self.function else self._execute_command
+        play.thread = threading.Thread(target=self._play, args=(work, play, {**row}), daemon=True)
         play.thread.start()
         if not self._wait(play):
             self._outcome(play)  # raises: nothing was answered
@@ -247,7 +247,7 @@ class AgentProgram(Env):
 
         Raises TimeoutError.
         """
-        session, program = play.session, AgentProgram  # what all copies share
+        session, program = play.session, Program  # what all copies share
         program.heard = time.monotonic()
         try:
             while True:
@@ -345,7 +345,7 @@ class AgentProgram(Env):
         info = {"row": self.place} | info
         return Step(None, reward, True, info, truncated=self.over_limit)
 
-    def _run(self, work: Any, play: Play, row: Row) -> None:
+    def _play(self, work: Any, play: Play, row: Row) -> None:
         """The thread of a program."""
         try:
             play.running = True
@@ -360,7 +360,7 @@ class AgentProgram(Env):
         finally:
             play.end()
 
-    def _run_function(self, play: Play, row: Row) -> Any:
+    def _call_function(self, play: Play, row: Row) -> Any:
         key, url = play.session.key, play.session.endpoint.url
         names = _parameters(self.function)
         given: dict[str, Any] = {"task": row, "base_url": url, "api_key": key}
@@ -381,7 +381,7 @@ class AgentProgram(Env):
             play.task = event_loop.start(endpoint.watched(result))
             return play.task[0].result()
 
-    def _run_command(self, play: Play, row: Row) -> Any:
+    def _execute_command(self, play: Play, row: Row) -> Any:
         variables = {"OPENAI_BASE_URL": play.session.endpoint.url,
                      "OPENAI_API_KEY": play.session.key}  # fmt: skip
         with tempfile.TemporaryFile() as task, tempfile.TemporaryFile() as out, \

@@ -1,6 +1,6 @@
 """One event loop for the coroutines of reward functions, tools and agents, for the whole process.
 
-    event_loop.run(coroutine)              # its result, or its exception
+    event_loop.wait_for(coroutine)         # its result, or its exception
     future, loop = event_loop.start(coroutine)
     event_loop.stop(future, loop, is_its)  # cancels it, and interrupts it where it computes on
 
@@ -65,7 +65,7 @@ def stop(
         _leave_if_it_hangs(loop)
 
 
-def run(awaitable: Awaitable[Any]) -> Any:
+def wait_for(awaitable: Awaitable[Any]) -> Any:
     """Awaits it in the loop, and returns its result or raises its exception.
 
     If the thread that waits is interrupted, the coroutine is cancelled. One that does not return to

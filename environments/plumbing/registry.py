@@ -44,7 +44,7 @@ Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
-    "agent": "environments.adapters.agent:AgentProgram",
+    "agent": "environments.adapters.agent:Program",
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
     "calculator": "environments.calculator:Calculator",
     "compose": "environments.compose:Compose",
@@ -306,10 +306,10 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
         raise UsageError(f"--env {spec}: {describe_error(error)}") from error
 
 
-def runs_code(spec: str | EnvSpec) -> bool:
+def executes_code(spec: str | EnvSpec) -> bool:
     """Whether `make` would run code or a command that the spec itself names. Imports nothing.
 
-    >>> [runs_code(s) for s in ("snake", "gymnasium:id=CartPole-v1", "gymnasium:id=module:Env")]
+    >>> [executes_code(s) for s in ("snake", "gymnasium:id=CartPole-v1", "gymnasium:id=module:Env")]
     [False, False, True]
     """
     spec = EnvSpec.read(spec)
@@ -416,7 +416,7 @@ def meanings(specs: Iterable[str | EnvSpec], trust: bool = False) -> dict[str, s
     """
     found: dict[str, str] = {}
     for spec in map(EnvSpec.read, specs):
-        if trust or not runs_code(spec):
+        if trust or not executes_code(spec):
             found |= spec.declares("meanings") or {}
     return found
 

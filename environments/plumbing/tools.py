@@ -177,7 +177,7 @@ def make_call(name: Any, arguments: Any) -> Call:
     return Call(name, arguments)
 
 
-def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
+def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
 
     EnvFailure passes through: it fails the episode, as does TypeError for a result without a text.
@@ -201,7 +201,7 @@ def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
                     return f"error: {call.name}: {_reason(key[:100], wrong)}"[:MAX_RESULT]
         result = tool(**arguments)
         if inspect.isawaitable(result):
-            result = event_loop.run(result)
+            result = event_loop.wait_for(result)
     except EnvFailure:
         raise
     except (Exception, SystemExit) as error:
@@ -255,7 +255,7 @@ class ToolEnv(Env):
         for number, call in enumerate(calls[: MAX_CALLS + 1]):
             text = f"error: at most {MAX_CALLS} calls in one response"
             if number < MAX_CALLS:
-                text = run(self.tools, self.schemas, call)
+                text = call_tool(self.tools, self.schemas, call)
             self.num_calls += 1
             self.num_errors += text.startswith("error: ")
             results.append({"role": "tool", "content": text})

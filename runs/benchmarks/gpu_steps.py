@@ -41,7 +41,7 @@ from core.policy import Policy  # noqa: E402
 from core.sampler import SamplingParams, TorchSampler  # noqa: E402
 from core.scoring import score_tokens  # noqa: E402
 from core.types import Completion, Rollout, Turn  # noqa: E402
-from train import run_command  # noqa: E402
+from train import execute  # noqa: E402
 
 ON_CPU = sys.argv[2:3] == ["cpu"]
 VARIANT = "".join(sys.argv[3:4])  # of gpu_check.VARIANTS, or none
@@ -255,7 +255,7 @@ def run_of(flags: str) -> list[Found]:
     flags += " --vllm-eager" * (VARIANT == "eager mode")
     with tempfile.TemporaryDirectory() as folder, in_variant():
         os.chdir(folder)
-        code = run_command(flags.split())
+        code = execute(flags.split())
         assert code == 0, f"train.py ended with code {code}"
         lines = Path("runs/check/metrics.jsonl").read_text().splitlines()
         os.chdir(HERE)

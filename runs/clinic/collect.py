@@ -89,7 +89,7 @@ def make(made: dict[str, Any]) -> dict[str, Any]:
             os.dup2(log.fileno(), 2)
             if made["fault"]:
                 ALL[made["fault"]].install(setattr)
-            code = train.run_command(made["flags"].split())
+            code = train.execute(made["flags"].split())
         file = Path("runs/r/metrics.jsonl")
         lines = [] if code else file.read_text(encoding="utf-8").splitlines()
         os.chdir(HERE)

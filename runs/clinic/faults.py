@@ -305,7 +305,7 @@ def main(args: list[str]) -> int:
         flags = [*known[name].flags.split(), *flags]
     elif name != "nothing":
         sys.exit(f"faults.py: name one of nothing, {', '.join(known)}, then flags of train.py")
-    return train.run_command(flags)
+    return train.execute(flags)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def train_in_child(args: list[str], folder: str, death: Death) -> None:
 
     interrupt.set_hooks()
     try:
-        code = train.run_command(args)
+        code = train.execute(args)
     finally:
         if death.way == "full":  # the disk vanishes with this process
             shutil.rmtree("kept")

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.append(str(ROOT))
 
-from core.files.log import read_records  # noqa: E402
+from core.files.run_log import read_records  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 
 

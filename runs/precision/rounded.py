@@ -11,7 +11,7 @@ sys.path.append(str(HERE.parents[1]))
 
 import torch  # noqa: E402
 
-import core.loop.open as run_module  # noqa: E402
+import core.loop.open as opening  # noqa: E402
 import train  # noqa: E402
 from core.policy import Policy  # noqa: E402
 from core.sampler import Sampler, TorchSampler  # noqa: E402
@@ -72,5 +72,5 @@ if __name__ == "__main__":
     if kind not in ("none", "int4", "float8"):
         sys.exit(__doc__)
     if kind != "none":
-        run_module.make_sampler = lambda name, policy, *_, **__: RoundedSampler(policy, kind)
-    sys.exit(train.run_command(flags))
+        opening.make_sampler = lambda name, policy, *_, **__: RoundedSampler(policy, kind)
+    sys.exit(train.execute(flags))

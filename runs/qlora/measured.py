@@ -14,13 +14,13 @@ sys.path.append(str(ROOT))
 
 import train  # noqa: E402
 from core.config import Config  # noqa: E402
-from core.loop import open as run  # noqa: E402
+from core.loop import open as opening  # noqa: E402
 from core.policy import Policy, num_weights  # noqa: E402
 from core.quantize import num_bytes  # noqa: E402
 
 
-def run_command(args: list[str]) -> int:
-    load, measured = run._load_policy, dict[str, Any]()
+def execute(args: list[str]) -> int:
+    load, measured = opening._load_policy, dict[str, Any]()
 
     def load_and_measure(cfg: Config, folder: Path) -> Policy:
         policy = load(cfg, folder)
@@ -31,8 +31,8 @@ def run_command(args: list[str]) -> int:
         measured["folder"] = folder
         return policy
 
-    run._load_policy = load_and_measure
-    code = train.run_command(args)
+    opening._load_policy = load_and_measure
+    code = train.execute(args)
     # on Linux in units of 1024 bytes
     measured["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     folder = measured.pop("folder", None)
@@ -42,4 +42,4 @@ def run_command(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:]))
+    sys.exit(execute(sys.argv[1:]))

@@ -59,7 +59,7 @@ def main() -> None:
     Run.updates = traced  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        train.run_command("--num-updates 3 --eval-every 50 --device cpu".split())
+        train.execute("--num-updates 3 --eval-every 50 --device cpu".split())
         os.chdir(ROOT)
     rest = set(lines)
     print(f"{sum(map(len, lines.values()))} lines of {len(rest)} files")

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import train
 from core.config import ADAPTERS_ONLY, RUNS, Config, is_installed, resolve
 from core.faults import UsageError
-from core.files.models import folder_of
+from core.files.models import folder_of_model
 from core.loading import pick_device
 from core.terminal import cli
 from environments.plumbing import processes
@@ -52,14 +52,14 @@ def main(args: list[str]) -> int:
         RUNS.mkdir(exist_ok=True)
         print("starting vLLM's server ..", file=sys.stderr)
         with started(server_command(cfg), RUNS / "server.log", second_gpu()) as url:
-            return train.run_command([*args, *flags, "--base-url", url])
+            return train.execute([*args, *flags, "--base-url", url])
 
-    return cli.run(with_server, args, lambda _: None, "with_server.py")
+    return cli.execute(with_server, args, lambda _: None, "with_server.py")
 
 
 def server_command(cfg: Config) -> list[str]:
     """vLLM's server for runs with these settings, complete but for its address."""
-    model = folder_of(cfg.model_id)
+    model = folder_of_model(cfg.model_id)
     window = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
     is_cuda = pick_device(cfg.device).type == "cuda"
     rank = next((rank for rank in RANKS if rank >= cfg.lora_rank), cfg.lora_rank)

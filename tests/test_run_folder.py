@@ -16,8 +16,8 @@ import yaml
 from conftest import SMALL
 
 from core.faults import UsageError
-from core.files.folder import create_run, lock_run_dir, new_folder
-from core.loop import open as run
+from core.files.run_folder import create_run, lock_run, new_folder
+from core.loop import open as opening
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}
@@ -27,7 +27,7 @@ SETTINGS = {"algo": "grpo"}
 def opened(run, new=True):
     if new:
         create_run(run, SETTINGS)
-    with lock_run_dir(run, SETTINGS, new):
+    with lock_run(run, SETTINGS, new):
         yield
 
 
@@ -81,8 +81,8 @@ def test_runs_without_a_name_that_start_together_have_numbers_of_their_own(tmp_p
 def test_a_second_process_is_refused_and_the_lock_ends_with_the_first(tmp_path):
     run = create_run(tmp_path / "a", SETTINGS)
     code = f"""
-import sys, time; from pathlib import Path; from core.files.folder import lock_run_dir
-with lock_run_dir(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); time.sleep(60)
+import sys, time; from pathlib import Path; from core.files.run_folder import lock_run
+with lock_run(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); time.sleep(60)
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert first.stdout.readline() == b"locked\n"
@@ -125,7 +125,9 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
     template.write_text(shown + template.read_text())
     flags = f"--run-name a --model-id {folder} --template-options brief=true".split()
     for day, started in ((9, [*SMALL, *flags]), (10, ["--resume", "runs/a", "--num-updates", 2])):
-        monkeypatch.setattr(run, "date", SimpleNamespace(today=lambda day=day: date(2025, 3, day)))
+        monkeypatch.setattr(
+            opening, "date", SimpleNamespace(today=lambda day=day: date(2025, 3, day))
+        )
         code, _, stderr = command(*started)
         assert code == 0, stderr
         settings = yaml.safe_load(Path("runs/a/config.yaml").read_text())

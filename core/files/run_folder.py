@@ -193,7 +193,7 @@ def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:
     """What starts train.py with `flags`, which name a run on `envs`: a command, or else a call for
     the Python that has them."""
     if any(EnvSpec.read(env).only_in_python for env in envs):
-        return f"train.run_command({[*flags]})"
+        return f"train.execute({[*flags]})"
     return quoted(["python", "train.py", *flags])
 
 
@@ -256,7 +256,7 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
 
 
 @contextmanager
-def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
+def lock_run(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
     """Holds the lock of the folder `run`, which has `settings`.
 
     Raises UsageError if another process holds the lock; CannotWrite if the disk is full or

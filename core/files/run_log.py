@@ -35,17 +35,17 @@ class RunLog:
     start.
     """
 
-    def __init__(self, run_dir: Path, config: Record, track: str = "none") -> None:
-        self.run_dir = run_dir
+    def __init__(self, folder: Path, config: Record, track: str = "none") -> None:
+        self.folder = folder
         self.tracker: Any = None
         if track == "tensorboard":
-            logged = [record.get("update", -1) for record in iter_records(run_dir / METRICS)]
-            self.tracker = _TensorBoard(run_dir / "tensorboard", max(logged, default=-1) + 1)
+            logged = [record.get("update", -1) for record in iter_records(folder / METRICS)]
+            self.tracker = _TensorBoard(folder / "tensorboard", max(logged, default=-1) + 1)
         elif track != "none":
-            self.tracker = _start_tracker(track, run_dir, config)
-        self.metrics_file = _open(run_dir / METRICS)
-        self.rollouts_file = _open(run_dir / ROLLOUTS)
-        self.sha256 = hashlib.sha256((run_dir / METRICS).read_bytes())
+            self.tracker = _start_tracker(track, folder, config)
+        self.metrics_file = _open(folder / METRICS)
+        self.rollouts_file = _open(folder / ROLLOUTS)
+        self.sha256 = hashlib.sha256((folder / METRICS).read_bytes())
 
     def __enter__(self) -> "RunLog":
         return self
@@ -68,7 +68,7 @@ class RunLog:
         """Flushes both files to the disk; returns what `rewind` needs from a checkpoint."""
         for file in (self.metrics_file, self.rollouts_file):
             sync(file.fileno())
-        flush(self.run_dir)
+        flush(self.folder)
         return {"metrics_sha256": self.sha256.hexdigest()}
 
     def log_rollouts(self, kind: str, update: int, rollouts: list[Rollout]) -> None:
@@ -76,8 +76,8 @@ class RunLog:
         if self.rollouts_file.tell() > ROLLOUTS_BYTES:
             sync(self.rollouts_file.fileno())
             self.rollouts_file.close()
-            os.replace(self.run_dir / ROLLOUTS, self.run_dir / OLD_ROLLOUTS)
-            self.rollouts_file = _open(self.run_dir / ROLLOUTS)
+            os.replace(self.folder / ROLLOUTS, self.folder / OLD_ROLLOUTS)
+            self.rollouts_file = _open(self.folder / ROLLOUTS)
         for r in rollouts:
             row = {
                 "update": update,
@@ -101,7 +101,7 @@ class RunLog:
             _append(self.rollouts_file, row)
 
 
-def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False) -> str:
+def rewind(folder: Path, progress: dict[str, Any], accept_damage: bool = False) -> str:
     """Drops all records after a checkpoint.
 
     `progress` is that of the checkpoint. If the records in metrics.jsonl up to there are not those
@@ -110,11 +110,11 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
     """
     remark = ""
     for name in (METRICS, ROLLOUTS, OLD_ROLLOUTS):
-        if name != METRICS and not (run_dir / name).exists():
+        if name != METRICS and not (folder / name).exists():
             continue
         sha256 = hashlib.sha256()
-        with published(run_dir / name) as part, part.open("wb") as file:
-            for line, record in _lines(run_dir / name):
+        with published(folder / name) as part, part.open("wb") as file:
+            for line, record in _lines(folder / name):
                 counter = "sft_step" if "sft_step" in record else "update"
                 number = record.get(counter)
                 if isinstance(number, int) and number <= progress[counter]:
@@ -125,7 +125,7 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
                 remark = (f"{METRICS} is damaged: its records up to update {progress['update']} "
                           "are not those of the checkpoint")  # fmt: skip
                 if not accept_damage:
-                    raise UsageError(f"--resume {run_dir}: {remark}; restore the file, or add "
+                    raise UsageError(f"--resume {folder}: {remark}; restore the file, or add "
                                      "--trust to train on and mark the hole")  # fmt: skip
     return remark
 
@@ -155,12 +155,12 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                     yield line.rstrip(b"\r\n") + b"\n", record
 
 
-def _start_tracker(track: str, run_dir: Path, config: Record) -> Any:
-    """A new run of wandb or trackio, or the one that `run_dir` has had there before.
+def _start_tracker(track: str, folder: Path, config: Record) -> Any:
+    """A new run of wandb or trackio, or the one that `folder` has had there before.
 
     <track>.id says which: wandb finds its runs by their ids, trackio by their names.
     """
-    file, options = run_dir / f"{track}.id", Record(name=run_dir.name)
+    file, options = folder / f"{track}.id", Record(name=folder.name)
     if file.exists():
         options = {"name": file.read_text(encoding="utf-8"), "resume": "allow"}
         if track == "wandb":  # a resume may change settings, such as num_updates

@@ -21,7 +21,7 @@ from core.calls import in_thread
 from core.config import Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
-from core.extras import agents
+from core.extras import programs
 from core.loading import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
@@ -147,7 +147,7 @@ def often(monkeypatch):
     """Programs are looked at, and interrupted, every few milliseconds."""
     for module, name in ((agent, "POLL"), (agent, "INTERVAL"), (endpoint, "PAUSE")):
         monkeypatch.setattr(module, name, 0.01)
-    monkeypatch.setattr(agent.AgentProgram, "patience", agent.SILENCE)  # a test may change it
+    monkeypatch.setattr(agent.Program, "patience", agent.SILENCE)  # a test may change it
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def write(tmp_path):
 def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, say=None, **options):
     say = say or (lambda line: None)
     collector = RolloutCollector(
-        policy, max_turns, play_program=agents.play_program, say=say, **options
+        policy, max_turns, play_program=programs.play_program, say=say, **options
     )
     tasks = [Task(spec, seed, seed) for seed in range(num)]
     try:
@@ -184,7 +184,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in range(1, 6
 def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, num_episodes=8):
     """Random conversations: every token once, in its own context, and extensions go on."""
     known, continued = {}, []  # ids up to an answer, by the id of the answer and its index
-    add, prompt = agents.Conversations.add, agents.Conversations.prompt
+    add, prompt = programs.Conversations.add, programs.Conversations.prompt
 
     def note(self, ask, made, completion, rollout):
         count = sum(tag.startswith(f"chatcmpl-{ask.id} ") for tag in known)
@@ -199,8 +199,8 @@ def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, n
             continued.append(found.ids[: len(ids)] == ids)
         return found
 
-    monkeypatch.setattr(agents.Conversations, "add", note)
-    monkeypatch.setattr(agents.Conversations, "prompt", check)
+    monkeypatch.setattr(programs.Conversations, "add", note)
+    monkeypatch.setattr(programs.Conversations, "prompt", check)
     sampler = Recorder(policy)
     rows = [{"n": 999 * seed + n, "rounds": 3 + n % 3} for n in range(999)]
     rollouts = collect(policy, write(CHAOS, rows), num_episodes, sampler=sampler)
@@ -494,7 +494,7 @@ def sharing(ways, how):
 
 @pytest.mark.parametrize("how", MIXED_UP)
 def test_a_request_that_may_be_of_another_episode_ends_the_run(policy, write, monkeypatch, how):
-    monkeypatch.setattr(agent.AgentProgram, "patience", 0.05)
+    monkeypatch.setattr(agent.Program, "patience", 0.05)
     monkeypatch.setattr(agent, "GRACE", 0.5)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     with pytest.raises(EndRun, match=r"share one process.* Three ways out"):
@@ -506,7 +506,7 @@ def test_a_request_that_may_be_of_another_episode_ends_the_run(policy, write, mo
 
 @pytest.mark.parametrize("how", OWN)
 def test_a_program_may_ask_from_wherever_it_likes(policy, write, monkeypatch, how):
-    monkeypatch.setattr(agent.AgentProgram, "patience", 0.05)
+    monkeypatch.setattr(agent.Program, "patience", 0.05)
     rollouts = collect(policy, write(sharing(OWN, how)), 4)
     assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
     for rollout in rollouts:
@@ -592,7 +592,7 @@ def run(task, client):
 
 @pytest.mark.parametrize("alone", ["", "true"])
 def test_programs_that_wait_for_each_other_are_passed_over(policy, write, monkeypatch, alone):
-    monkeypatch.setattr(agent.AgentProgram, "patience", 0.1)
+    monkeypatch.setattr(agent.Program, "patience", 0.1)
     said = []
     rollouts = collect(policy, write(BLOCKS, alone=alone), 4, say=said.append)
     assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
@@ -662,7 +662,7 @@ def test_far_too_much_text_is_refused_without_tokenizing_it(policy, monkeypatch)
         said = {"role": "user", "content": content, "calls": [("a", "x", arguments)]}
         ask = asked([said], tools=[{"description": description}])
         with pytest.raises(endpoint.Refused, match="do not fit into 512 tokens"):
-            agents.Conversations(Renderer(policy)).prompt(ask)
+            programs.Conversations(Renderer(policy)).prompt(ask)
     assert max(map(len, texts)) < 100_000
 
 
@@ -714,7 +714,7 @@ def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):
     ids = policy.tokenizer.encode(text)
     logprobs, kept = [-float(n) for n in range(len(ids))], [[i] for i in ids]
     whole = Completion(ids, logprobs, text, "length", kept)
-    cut = agents.cut_at(policy, whole, ["", "more", "is 2"])
+    cut = programs.cut_at(policy, whole, ["", "more", "is 2"])
     n = len(cut.token_ids)
     decoded = [policy.tokenizer.decode(ids[:end]) for end in (n - 1, n)]
     assert [("is 2" in part) for part in decoded] == [False, True]
@@ -722,14 +722,14 @@ def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):
         ids[:n], whole.logprobs[:n], whole.kept_ids[:n]
     )  # fmt: skip
     assert (cut.text, cut.finish_reason) == ("What is 1 + 1? It ", "stop")
-    assert agents.cut_at(policy, whole, ["", "never"]) is whole
-    assert agents.cut_at(policy, whole, [text[0]]).token_ids == ids[:1]
+    assert programs.cut_at(policy, whole, ["", "never"]) is whole
+    assert programs.cut_at(policy, whole, [text[0]]).token_ids == ids[:1]
 
 
 def test_an_edited_conversation_has_its_calls_as_they_were_sampled(policy):
     tool = {"name": "look", "description": "Look.", "parameters": {}}
     tools = [{"type": "function", "function": tool}]
-    conversations, rollout = agents.Conversations(Renderer(policy)), Rollout("", "", 0, 0)
+    conversations, rollout = programs.Conversations(Renderer(policy)), Rollout("", "", 0, 0)
 
     def prompt(*messages):
         ask = asked(messages, tools=tools)
@@ -800,11 +800,11 @@ def test_what_the_run_samples_otherwise_is_named():
     usual = {"temperature": 1, "top_p": 1, "top_k": -1, "tool_choice": "auto", "min_p": 0,
              "response_format": {"type": "text"}, "parallel_tool_calls": True, "stream": True,
              "logit_bias": {}}  # fmt: skip
-    assert agents.differences(asked(said[:1], **usual), params) == []
+    assert programs.differences(asked(said[:1], **usual), params) == []
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     other = asked(said, temperature=0.25, top_k=5, seed=3, min_p=0.1, tools=[tool],
                   response_format={"type": "json_object"})  # fmt: skip
-    assert agents.differences(other, params) == [
+    assert programs.differences(other, params) == [
         "temperature 0.25", "top_k 5", "seed", "min_p", "response_format", "strict", "a prefill",
     ]  # fmt: skip
 
@@ -817,7 +817,7 @@ def test_the_schema_of_an_answer_is_in_the_prompt(policy):
         ({"text": {"format": wanted}}, 1),  # of the responses API
         ({"response_format": {"type": "text"}}, 0),
     ):
-        prompt = agents.Conversations(Renderer(policy)).prompt(asked([("user", "?")], **body))
+        prompt = programs.Conversations(Renderer(policy)).prompt(asked([("user", "?")], **body))
         text = policy.tokenizer.decode(prompt.ids)
         assert text.count('{"type": "object", "properties": {"né": {"type": "number"}}}') == count
 
