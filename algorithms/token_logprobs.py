@@ -32,7 +32,7 @@ def token_logprobs(
     entropy_grad: bool = True,
     compare: Compare | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-prob of each of n sampled tokens; entropy and varentropy of the distribution at its place.
+    """Log-prob of each of n sampled tokens; entropy and varentropy of the policy at its place.
 
     `hidden` [U, D] of U distinct prefixes, `predictors` [n] which of them ends before each token,
     `targets` [n] the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns three float32

@@ -15,11 +15,9 @@ import page  # noqa: E402
 SMALL = """--num-updates 3 --num-prompts 4 --eval-num-tasks 4 --eval-every 15 --save-every 0
     --device cpu --run-name a""".split()
 KNOWN = faults.FAULTS | faults.MORE
-NAMED = [name for name, fault in KNOWN.items() if fault.warning]
-LATE = {  # updates until the warning, where three are too few
-    "hidden_temperature": 12, "warms_up_forever": 12, "seeds_collide": 12, "hidden_top_p": 0, "masters_made_again": 0,
-    "rate_ends_early": 4,
-}  # fmt: skip
+MISSED = {"hidden_top_p", "masters_made_again"}  # they break a fact by less than shows so soon
+NAMED = [name for name, fault in KNOWN.items() if fault.warning and name not in MISSED]
+LATE = dict(hidden_temperature=12, warms_up_forever=12, seeds_collide=12, rate_ends_early=4)
 TOGETHER = [  # faults that do not hide one another, of all warnings
     "same_tasks end_token_masked evaluates_on_training groups_mixed micro_batch_mean stale_weights",
     "reference_moves high_rate value_head_left_out", "advantages_shifted",
@@ -46,12 +44,12 @@ def test_faults_are_named_in_three_updates(names, command, monkeypatch):
     chosen = [KNOWN[name] for name in names.split()]
     evaluates = {"tasks_missing", "answers_unchanged"} & {fault.warning for fault in chosen}
     flags = [*SMALL, "--eval-num-tasks", 32 if evaluates else 0, "--eval-every", 5]
-    flags += ["--num-updates", LATE.get(names, 3) or 1, "--num-prompts", 8]
+    flags += ["--num-updates", LATE.get(names, 3), "--num-prompts", 8]
     for fault in chosen:
         fault.install(monkeypatch.setattr)
         flags += fault.flags.split()
     found = warnings(command, *flags)
-    assert LATE.get(names) == 0 or all("; try " in found[fault.warning] for fault in chosen)
+    assert all("; try " in found[fault.warning] for fault in chosen)
 
 
 def test_every_fault_says_what_is_wrong_and_links_its_report():
