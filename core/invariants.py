@@ -54,29 +54,32 @@ def demonstrations_wrong(records: list[Record], cfg: Config) -> str:
     found = next((r for r in records if "demonstrations/right" in r), {})
     if not finite(found, "demonstrations/right") < 1:
         return ""
-    return (f"{finite(found, 'demonstrations/right'):.0%} of the demonstrations are right; not "
-            f"{found.get('demonstrations/wrong')}")  # fmt: skip
+    return (f"the environment calls {finite(found, 'demonstrations/right'):.0%} of its own "
+            f"demonstrations right, and wrong {found.get('demonstrations/wrong')}")  # fmt: skip
 
 
 def prompts_differ(records: list[Record], cfg: Config) -> str:
     """The ids of a prompt decode to what the chat template writes."""
     share = finite(records[-1], "groups/prompts_differ")
-    return f"{share:.0%} of the prompts do" if share > 0 else ""
+    return f"the ids of {share:.0%} of the prompts are of another text" if share > 0 else ""
 
 
 def reward_differs(records: list[Record], cfg: Config) -> str:
     """Equal answers to one prompt earn the same, also when they are judged again."""
     again = known(records, "reward/judged_otherwise")
     if again and again[0] > 0:
-        return f"{again[0]:.0%} of the answers of update 1 earned something else the second time"
+        return f"{again[0]:.0%} of the answers of update 1 earn something else when judged again"
     unequal = finite(records[-1], "reward/unequal")
-    return f"{unequal:.0%} of the equal answers in a group did" if unequal > 0 else ""
+    return (
+        f"{unequal:.0%} of equal answers in a group earned unequal rewards" if unequal > 0 else ""
+    )
 
 
 def mixed_groups(records: list[Record], cfg: Config) -> str:
     """The rollouts of a group have one prompt."""
     openings = min(last_of(records[-WINDOW:], "groups/openings"), default=math.nan)
-    return f"they have {openings:.3g} different prompts" if by_group(cfg) and openings > 1 else ""
+    wrong = by_group(cfg) and openings > 1
+    return f"the rollouts of a group have {openings:.3g} different prompts" if wrong else ""
 
 
 def same_tasks(records: list[Record], cfg: Config) -> str:
@@ -120,7 +123,8 @@ def stale_weights(records: list[Record], cfg: Config) -> str:
     lags = [finite(record, "gap/canary") for record in records[-TWICE:]]
     if len(lags) < TWICE or not all(lag >= MIN_LAG for lag in lags):  # NaN: not measured
         return ""
-    return f"it lacks {min(lags):.2g} of an update, by the log-probs of a fixed text (gap/canary)"
+    return (f"the sampler lacks {min(lags):.2g} of an update, by the log-probs of a fixed text "
+            "(gap/canary)")  # fmt: skip
 
 
 def sampler_gap(records: list[Record], cfg: Config) -> str:
@@ -181,7 +185,7 @@ def equal_answers(records: list[Record], cfg: Config) -> str:
 def no_end_token(records: list[Record], cfg: Config) -> str:
     """A completion that stopped has an end token."""
     share = finite(records[-1], "length/no_end")
-    return f"{share:.0%} of those that stopped do" if share > 0 else ""
+    return f"{share:.0%} of the completions that stopped have no end token" if share > 0 else ""
 
 
 # of advantages and the loss
@@ -192,7 +196,9 @@ def advantages_uneven(records: list[Record], cfg: Config) -> str:
     found = last_of(records[-WINDOW:], "groups/advantage_sum", TWICE)
     if not found or min(found) <= UNEVEN:
         return ""
-    return f"up to {found[-1]:.0%} of their sizes are left"
+    return (
+        f"the advantages of a group add up to {found[-1]:.0%} of the sum of their sizes, not to 0"
+    )
 
 
 def values_differ(records: list[Record], cfg: Config) -> str:
@@ -244,7 +250,8 @@ def reference_differs(records: list[Record], cfg: Config) -> str:
     several = cfg.num_epochs > 1 or cfg.num_minibatches > 1
     other = cfg.teacher or several or (cfg.sft_steps and cfg.lora_rank)
     limit = max(ROUNDING, min(gap, 0.1) ** 2 if cfg.dtype != "float32" else 0.0)
-    return f"the KL was {kl:.2g} nats at update 1" if kl > limit and not other else ""
+    wrong = kl > limit and not other
+    return f"the KL to the reference was {kl:.2g} nats at update 1, not 0" if wrong else ""
 
 
 def reference_moves(records: list[Record], cfg: Config) -> str:
@@ -295,7 +302,7 @@ def weights_unchanged(records: list[Record], cfg: Config) -> str:
     untrained = cfg.optimizer == "adamw_bf16_sr" or getattr(cfg.options, "value_coef", 1) == 0
     if len(last) < TWICE or not 0 < least < 1 or untrained:
         return ""
-    return f"{least:.0%} of them do not, in {len(last)} updates"
+    return f"{least:.0%} of the trained tensors are exactly as before, in {len(last)} updates"
 
 
 def step_size(records: list[Record], cfg: Config) -> str:
@@ -317,7 +324,7 @@ def passes_lost(records: list[Record], cfg: Config) -> str:
     found = last_of(records[-WINDOW:], "grad/passes", TWICE)
     if not found or not min(abs(x - 1) for x in found) > LOST_PASSES:
         return ""
-    return f"the step has {found[-1]:.2g} of the sum of the passes' gradients"
+    return f"the gradient of a step is {found[-1]:.2g} times the sum of what its passes gave"
 
 
 def wrong_direction(records: list[Record], cfg: Config) -> str:

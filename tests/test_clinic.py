@@ -17,7 +17,7 @@ SMALL = """--num-updates 3 --num-prompts 4 --eval-num-tasks 4 --eval-every 15 --
 KNOWN = faults.FAULTS | faults.MORE
 MISSED = {"hidden_top_p", "masters_made_again"}  # they break a fact by less than shows so soon
 NAMED = [name for name, fault in KNOWN.items() if fault.warning and name not in MISSED]
-LATE = dict(hidden_temperature=12, warms_up_forever=12, seeds_collide=12, rate_ends_early=4)
+LATE = {"hidden_temperature": 12, "warms_up_forever": 12, "seeds_collide": 12, "rate_ends_early": 4}
 TOGETHER = [  # faults that do not hide one another, of all warnings
     "same_tasks end_token_masked evaluates_on_training groups_mixed micro_batch_mean stale_weights",
     "reference_moves high_rate value_head_left_out", "advantages_shifted",

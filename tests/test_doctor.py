@@ -149,12 +149,14 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
     def records(lag):
         rows = [update(n, **{"gap/canary": lag, "kl/approx": 0.2}) for n in range(1, 9)]
         rows[2]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
-        rows[4]["warnings"] = {"stale_weights": "it lacks 1 of an update; try --sampler torch"}
+        rows[4]["warnings"] = {
+            "stale_weights": "the sampler lacks 1 of an update; try --sampler torch"
+        }
         return rows
 
     stale, kl = shown(records(1.0))
     assert (
-        "it lacks 1 of an update, by the log-probs of a fixed text (gap/canary) (stale_weights, "
+        "the sampler lacks 1 of an update, by the log-probs of a fixed text (gap/canary) (stale_weights, "
         in stale
     )
     assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
