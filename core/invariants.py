@@ -227,8 +227,8 @@ def loss_weight(records: list[Record], cfg: Config) -> str:
     """The token weights of a step add up to 1: 0 without a token in the loss, and with `constant`
     aggregation any number."""
     sums = last_of(records[-WINDOW:], "loss/weight")
-    constant = getattr(cfg.options, "aggregation", "") == "constant"
-    if constant or not sums or min(sums) <= 1 + 1e-3:
+    free = getattr(cfg.options, "aggregation", "") == "constant" or cfg.mask_truncated_completions
+    if free or not sums or not all(x > 0 and abs(x - 1) > 1e-3 for x in sums):
         return ""
     return f"the token weights of a gradient step add up to {sums[-1]:.3g}"
 

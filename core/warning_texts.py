@@ -96,7 +96,7 @@ WARNINGS = {
         "grad/passes",
     ),
     "loss_weight": (
-        "the token weights of a gradient step add up to more than 1, so the gradient is larger",
+        "the token weights of a gradient step do not add up to 1, so the gradient has another size",
         "one denominator for the whole step, computed before its micro-batches",
         "loss/weight",
     ),

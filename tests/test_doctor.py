@@ -155,10 +155,8 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
         return rows
 
     stale, kl = shown(records(1.0))
-    assert (
-        "the sampler lacks 1 of an update, by the log-probs of a fixed text (gap/canary) (stale_weights, "
-        in stale
-    )
+    measured = "the sampler lacks 1 of an update, by the log-probs of a fixed text (gap/canary)"
+    assert f"{measured} (stale_weights, " in stale
     assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
     assert [line for line in shown(records(0.0)) if "stale" in line] == []
 

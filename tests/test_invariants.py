@@ -44,6 +44,8 @@ def broken(records, **settings):
         ("no_end_token", {"length__no_end": 0.0}, {"length__no_end": 0.1}),
         ("advantages_uneven", {"groups__advantage_sum": 3e-8}, {"groups__advantage_sum": 0.01}),
         ("values_differ", {"value__spread": 1e-5}, {"value__spread": 0.11}),
+        ("loss_weight", {"loss__weight": 0.0}, {"loss__weight": 0.5}),
+        ("loss_weight", {"loss__weight": 1.0005}, {"loss__weight": 1.01}),
         ("passes_lost", {"grad__passes": 1.01}, {"grad__passes": 0.5}),
         ("passes_lost", {"grad__passes": 0.99}, {"grad__passes": 2.0}),
         ("no_movement", ALIVE, ALIVE | {"update__moved": 0.0}),
