@@ -312,7 +312,10 @@ def step_size(records: list[Record], cfg: Config) -> str:
         return ""
     if all(finite(r, "update/masters_apart") == 0 for r in last):
         return f"no master differs from its {cfg.dtype} weight, so that small steps are lost"
-    sizes = [finite(r, "update/step_size") / (r.get("update/lr", cfg.lr) / cfg.lr) for r in last]
+    rates = [finite(r, "update/lr") if "update/lr" in r else cfg.lr for r in last]
+    if not min(rates) > 0:  # the schedule of the settings has ended
+        return ""
+    sizes = [finite(r, "update/step_size") * cfg.lr / lr for r, lr in zip(last, rates, strict=True)]
     most = LARGEST_STEP * max(finite(r, "update/steps") for r in last)
     if max(sizes) < SMALLEST_STEP or (min(sizes) > most and cfg.optimizer == "adamw"):
         return f"weights change by {sizes[-1]:.2g} times --lr {cfg.lr:g} (root mean square)"

@@ -90,6 +90,7 @@ def test_each_fact_has_two_sides(name, fine, wrong):
                                 "policy__entropy": 1.0, "gap__logprob_mean": 0}),
         ({"optimizer": "adamw_bf16_sr", "dtype": "bfloat16"}, ALIVE | {"update__unchanged": 0.1}),
         ({"optimizer": "adamw_bf16_sr", "dtype": "bfloat16"}, ALIVE | {"update__step_size": 9.0}),
+        ({"lr_schedule": "linear"}, ALIVE | {"update__step_size": 0.0, "update__lr": 0.0}),
         ({"warmup_updates": 99}, ALIVE | {"update__step_size": 0.01, "update__lr": 5e-7}),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
     python runs/clinic/collect.py faults            # data/faults.jsonl
     python runs/clinic/collect.py twins             # healthy runs with the flags of the faults
     python runs/clinic/collect.py healthy           # healthy runs with odd settings
+    python runs/clinic/collect.py held_out          # faults that nobody knew who wrote the checks
     python runs/clinic/collect.py smollm2           # a few of both on a pretrained model
 
 A line of a file is a run: its name, the fault ("": none), the seed, the flags of train.py, and the
@@ -24,7 +25,8 @@ import faults
 import train
 
 HERE = Path(__file__).resolve().parent
-ALL = {**faults.FAULTS, **faults.MORE}
+ALL = {**faults.FAULTS, **faults.MORE, **faults.HELD_OUT}
+KNOWN = {**faults.FAULTS, **faults.MORE}
 SEEDS, WORKERS = range(3), 2
 BASE = "--num-prompts 8 --device cpu --save-every 0 --run-name r"
 LATE = ("kl_sign", "steps_vanish", "reward_for_length", "masters_made_again")  # visible later
@@ -56,7 +58,9 @@ ON_SMOLLM2 = ["", "stale_weights", "prompts_cut", "no_baseline", "one_seed", "ra
 def jobs_of(kind: str) -> list[dict[str, Any]]:
     """The runs of a file."""
     if kind == "faults":
-        each = [(name, 30 if name in LATE else 12, 64, fault.flags) for name, fault in ALL.items()]
+        each = [
+            (name, 30 if name in LATE else 12, 64, fault.flags) for name, fault in KNOWN.items()
+        ]
         return [job(name, name, seed, updates, tasks, flags)
                 for name, updates, tasks, flags in each for seed in SEEDS]  # fmt: skip
     if kind == "healthy":
@@ -65,8 +69,10 @@ def jobs_of(kind: str) -> list[dict[str, Any]]:
             *(flags.strip() for line in ODD.strip().split("\n") for flags in line.split("|")),
         ]
         return [job(flags or "default", "", seed, 8, 32, flags) for flags in odd for seed in SEEDS]
+    if kind == "held_out":
+        return [job(name, name, 0, 12, 64, fault.flags) for name, fault in faults.HELD_OUT.items()]
     if kind == "twins":  # the healthy runs beside the faults
-        each = dict.fromkeys(fault.flags for fault in ALL.values())
+        each = dict.fromkeys(fault.flags for fault in KNOWN.values())
         return [job(flags or "default", "", 0, 30, 64, flags) for flags in each]
     flags = "--model-id smollm2 --env letter_counting:difficulty=2 --lr 1e-5 --max-tokens 48"
     return [job(f"{name or 'healthy'} on smollm2", name, 0, 4, 16, flags) for name in ON_SMOLLM2]

@@ -20,6 +20,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 import torch  # noqa: E402
 from entries import Fault, Patch, entering  # noqa: E402
+from held_out import HELD_OUT  # noqa: E402
 from more_faults import MORE  # noqa: E402
 from torch.nn.functional import dropout  # noqa: E402
 
@@ -299,7 +300,7 @@ def main(args: list[str]) -> int:
             return 0
         name = chosen
         diagnostics.new_warnings = lambda *_: {}  # they would name it
-    known = FAULTS | MORE
+    known = FAULTS | MORE | HELD_OUT
     if name in known:
         known[name].install(setattr)
         flags = [*known[name].flags.split(), *flags]

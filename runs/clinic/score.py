@@ -116,7 +116,10 @@ def score(detect: Detector, kinds: tuple[str, ...]) -> dict[str, Any]:
     false alarms of each healthy run."""
     import faults
 
-    expected = {name: fault.warning for name, fault in {**faults.FAULTS, **faults.MORE}.items()}
+    expected = {
+        name: fault.warning
+        for name, fault in (faults.FAULTS | faults.MORE | faults.HELD_OUT).items()
+    }
     named, right = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     false: dict[str, dict[str, int]] = {}
     for kind in kinds:
