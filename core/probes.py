@@ -64,7 +64,7 @@ class WeightProbe:
         if optimizer is not self.optimizer:
             self.optimizer = optimizer
             optimizer.adamw.register_step_pre_hook(self._note_step)
-        self.before = [elements(holder) for _, holder in self._holders()]
+        self.before = elements([holder for _, holder in self._holders()])
         self.passes.zero_()
         self.of_step = None
 
@@ -74,7 +74,7 @@ class WeightProbe:
         found = dict[str, float]()
         if not self.before:
             return found
-        after = [elements(holder) for _, holder in self._holders()]
+        after = elements([holder for _, holder in self._holders()])
         sizes = {
             name: (b - a).double().square().mean().sqrt().item()
             for name, a, b in zip(self.weights, self.before, after, strict=True)
@@ -83,13 +83,14 @@ class WeightProbe:
         moved = [size for name, size in sizes.items() if size and "value_head" not in name]
         if moved and cfg.lr:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
-        low = [(elements(w), elements(m)) for w, m in self._holders() if w.dtype.itemsize == 2]
+        low = [(w, m) for w, m in self._holders() if w.dtype.itemsize == 2]
         if low and cfg.optimizer != "adamw_bf16_sr" and not self._in_pieces:
-            apart = [(weight != master).double().mean().item() for weight, master in low]
+            pairs = zip(*(elements([*column]) for column in zip(*low, strict=True)), strict=True)
+            apart = [(weight != master).double().mean().item() for weight, master in pairs]
             found["update/masters_apart"] = statistics.fmean(apart)
         if self.of_step and grad_norm:
-            passes, gradient = (x.double() for x in self.of_step)
-            distributed.all_reduce_sum([passes])
+            distributed.all_reduce_sum([self.of_step[0]])
+            passes, gradient = (x.cpu().double() for x in self.of_step)
             if passes.any():
                 clip = min(1.0, (cfg.max_grad_norm or torch.inf) / (grad_norm + 1e-6))
                 found["grad/passes"] = (gradient @ passes / (passes @ passes)).item() / clip
@@ -117,10 +118,11 @@ class WeightProbe:
         self.passes.zero_()
 
 
-def elements(x: Tensor) -> Tensor:
-    """A copy of up to ELEMENTS elements of a tensor, evenly spaced: float32, on the CPU."""
-    flat = x.detach().flatten()
-    return flat[:: -(-len(flat) // ELEMENTS)].float().to("cpu", copy=True)
+def elements(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of up to ELEMENTS elements of each tensor, evenly spaced: float32, on the CPU."""
+    flat = [x.detach().flatten() for x in tensors]
+    some = [x[:: max(1, -(-len(x) // ELEMENTS))].float() for x in flat]
+    return [*torch.cat(some).cpu().clone().split([*map(len, some)])]  # one transfer from a GPU
 
 
 def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, float]:
