@@ -55,24 +55,30 @@ def demonstrations_wrong(records: list[Record], cfg: Config) -> str:
     if not finite(found, "demonstrations/right") < 1:
         return ""
     return (f"the environment calls {finite(found, 'demonstrations/right'):.0%} of its own "
-            f"demonstrations right, and wrong {found.get('demonstrations/wrong')}")  # fmt: skip
+            f"demonstrations right, and wrong {found.get('example/demonstration')}")  # fmt: skip
 
 
 def prompts_differ(records: list[Record], cfg: Config) -> str:
     """The ids of a prompt decode to what the chat template writes."""
     share = finite(records[-1], "groups/prompts_differ")
-    return f"the ids of {share:.0%} of the prompts are of another text" if share > 0 else ""
+    if not share > 0:
+        return ""
+    example = records[-1].get("example/prompt", "another text")
+    return f"the ids of {share:.0%} of the prompts read otherwise, such as {example}"
 
 
 def reward_differs(records: list[Record], cfg: Config) -> str:
     """Equal answers to one prompt earn the same, also when they are judged again."""
     again = known(records, "reward/judged_otherwise")
     if again and again[0] > 0:
-        return f"{again[0]:.0%} of the answers of update 1 earn something else when judged again"
+        first = next(r for r in records if "reward/judged_otherwise" in r)
+        example = first.get("example/judged", "")
+        return f"{again[0]:.0%} of the answers earn something else when judged again: {example}"
     unequal = finite(records[-1], "reward/unequal")
-    return (
-        f"{unequal:.0%} of equal answers in a group earned unequal rewards" if unequal > 0 else ""
-    )
+    if not unequal > 0:
+        return ""
+    example = records[-1].get("example/reward", "")
+    return f"{unequal:.0%} of equal answers in a group earned unequal rewards: {example}"
 
 
 def mixed_groups(records: list[Record], cfg: Config) -> str:
@@ -282,7 +288,9 @@ def no_movement(records: list[Record], cfg: Config) -> str:
     skipped = all(finite(r, "update/skipped") == 1 and not r.get("grad/norm") for r in last)
     if skipped and not getattr(cfg.options, "target_kl", 0):
         differ = 1 - finite(now, "groups/zero_std_fraction")
-        return f"returns differ in {differ:.0%} of the groups, but the gradient is exactly 0"
+        if finite(now, "grad/passes") == 0:
+            return "the passes give the weights a gradient, of which the optimizer has nothing"
+        return f"returns differ in {differ:.0%} of the groups, but no weight has a gradient"
     still = all(
         finite(r, "update/unchanged") == 1 or finite(r, "update/moved") < ROUNDING for r in last
     )
@@ -302,7 +310,8 @@ def weights_unchanged(records: list[Record], cfg: Config) -> str:
     untrained = cfg.optimizer == "adamw_bf16_sr" or getattr(cfg.options, "value_coef", 1) == 0
     if len(last) < TWICE or not 0 < least < 1 or untrained:
         return ""
-    return f"{least:.0%} of the trained tensors are exactly as before, in {len(last)} updates"
+    name = last[-1].get("example/unchanged", "")
+    return f"{least:.0%} of the trained tensors are exactly as before, such as {name}"
 
 
 def step_size(records: list[Record], cfg: Config) -> str:
@@ -324,7 +333,8 @@ def step_size(records: list[Record], cfg: Config) -> str:
 
 def passes_lost(records: list[Record], cfg: Config) -> str:
     """The gradient of a step is the sum of its backward passes, over all ranks."""
-    found = last_of(records[-WINDOW:], "grad/passes", TWICE)
+    stepped = [r for r in records[-WINDOW:] if finite(r, "update/steps") > 0]
+    found = last_of(stepped, "grad/passes", TWICE)
     if not found or not min(abs(x - 1) for x in found) > LOST_PASSES:
         return ""
     return f"the gradient of a step is {found[-1]:.2g} times the sum of what its passes gave"

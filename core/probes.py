@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,10 +69,10 @@ class WeightProbe:
         self.passes.zero_()
         self.of_step = None
 
-    def metrics(self, cfg: Config, grad_norm: float | None) -> dict[str, float]:
+    def metrics(self, cfg: Config, grad_norm: float | None) -> dict[str, Any]:
         """What the update did. `grad_norm`: the norm of the last step's gradient before it was
         clipped, None without a step."""
-        found = dict[str, float]()
+        found = dict[str, Any]()
         if not self.before:
             return found
         after = elements([holder for _, holder in self._holders()])
@@ -79,7 +80,10 @@ class WeightProbe:
             name: (b - a).double().square().mean().sqrt().item()
             for name, a, b in zip(self.weights, self.before, after, strict=True)
         }
-        found["update/unchanged"] = [*sizes.values()].count(0.0) / len(sizes)
+        still = [name for name, size in sizes.items() if size == 0]
+        found["update/unchanged"] = len(still) / len(sizes)
+        if still:
+            found["example/unchanged"] = still[0]
         moved = [size for name, size in sizes.items() if size and "value_head" not in name]
         if moved and cfg.lr:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
@@ -94,6 +98,8 @@ class WeightProbe:
             if passes.any():
                 clip = min(1.0, (cfg.max_grad_norm or torch.inf) / (grad_norm + 1e-6))
                 found["grad/passes"] = (gradient @ passes / (passes @ passes)).item() / clip
+        elif not grad_norm and self.passes.any() and not self._in_pieces:
+            found["grad/passes"] = 0.0  # the weight has a gradient, and AdamW none
         return found
 
     @property
@@ -125,9 +131,9 @@ def elements(tensors: list[Tensor]) -> list[Tensor]:
     return [*torch.cat(some).cpu().clone().split([*map(len, some)])]  # one transfer from a GPU
 
 
-def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, float]:
+def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
     """What the rollouts that were trained on show, after the gradient steps."""
-    rollouts, found = batch.rollouts, dict[str, float]()
+    rollouts, found = batch.rollouts, dict[str, Any]()
     if not rollouts:
         return found
     groups: dict[int, list[int]] = defaultdict(list)
@@ -161,15 +167,20 @@ def _ends(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, flo
     return {"length/no_end": len(without) / len(stopped)}
 
 
-def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
+def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, Any]:
     """Where an answer begins with a text that the environment gave, nothing is compared, nor where
     it has tools."""
-    differ = [
-        tokenizer_text != expected
-        for rollout in rollouts[:NUM_PROMPTS]
-        for tokenizer_text, expected in _texts(cfg, policy, rollout)
-    ]
-    return {"groups/prompts_differ": statistics.fmean(differ)} if differ else {}
+    pairs = [pair for rollout in rollouts[:NUM_PROMPTS] for pair in _texts(cfg, policy, rollout)]
+    wrong = [(shown, wanted) for shown, wanted in pairs if shown != wanted]
+    if not pairs:
+        return {}
+    found: dict[str, Any] = {"groups/prompts_differ": len(wrong) / len(pairs)}
+    for shown, wanted in wrong[:1]:
+        equal = [a == b for a, b in zip(shown, wanted, strict=False)]
+        at = [*equal, False].index(False)  # where they part
+        start = max(0, at - 20)
+        found["example/prompt"] = f"{shown[start : at + 40]!r} for {wanted[start : at + 40]!r}"
+    return found
 
 
 def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> Iterator[tuple[str, str]]:
@@ -207,19 +218,35 @@ def _equal_answers(batch: Batch, alike: list[list[int]]) -> dict[str, float]:
     return {"groups/equal_answers": equal, "groups/likely_equal": likely}
 
 
-def _unequal_rewards(cfg: Config, groups: list[list[Rollout]]) -> dict[str, float]:
+def _unequal_rewards(cfg: Config, groups: list[list[Rollout]]) -> dict[str, Any]:
     """Of the episodes of a group with equal texts, the fraction that earned something else."""
-    same = different = 0
+    found, same = dict[str, Any](), 0
+    different = list[tuple[Rollout, Rollout]]()
     for group in groups:
-        earned: dict[Any, list[float]] = defaultdict(list)
-        for r in group:
-            texts = tuple((*t.prompt_ids, -1, *t.completion_ids) for t in r.turns)
-            if is_repeatable(cfg, r):
-                earned[texts].append(r.episode_return)
-        for returns in earned.values():
-            same += len(returns) - 1
-            different += sum(abs(x - returns[0]) > SAME_REWARD for x in returns)
-    return {"reward/unequal": different / same} if same else {}
+        earned = dict[Any, Rollout]()
+        for r in filter(partial(is_repeatable, cfg), group):
+            first = earned.setdefault(
+                tuple((*t.prompt_ids, -1, *t.completion_ids) for t in r.turns), r
+            )
+            same += first is not r
+            if abs(r.episode_return - first.episode_return) > SAME_REWARD:
+                different.append((first, r))
+    if same:
+        found["reward/unequal"] = len(different) / same
+    for one, other in different[:1]:
+        found["example/reward"] = _both(one, other)
+    return found
+
+
+def _both(one: Rollout, other: Rollout) -> str:
+    """The last answer of two equal episodes, with what each earned."""
+    return f"{last_answer(one)!r} earned {one.episode_return:.4g} and {other.episode_return:.4g}"
+
+
+def last_answer(rollout: Rollout) -> str:
+    """The end of what the policy, or a demonstration, said last."""
+    said = [m["content"] for m in rollout.messages if m["role"] == "assistant"]
+    return said[-1][-100:] if said else ""
 
 
 def is_repeatable(cfg: Config, rollout: Rollout) -> bool:
@@ -242,8 +269,9 @@ def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any
     wrong = [r for r in played if not r.info.get("correct", r.episode_return > 0)]
     found: dict[str, Any] = {"demonstrations/right": 1 - len(wrong) / len(played)}
     for r in wrong[:1]:
-        text = next(m["content"] for m in reversed(r.messages) if m["role"] == "assistant")
-        found["demonstrations/wrong"] = f"{text[-100:]!r} to {r.messages[0]['content'][-200:]!r}"
+        found["example/demonstration"] = (
+            f"{last_answer(r)!r} to {r.messages[0]['content'][-200:]!r}"
+        )
     return found
 
 
@@ -256,7 +284,7 @@ def _demonstrates(env: EnvSpec) -> bool:
 
 def judged_again(
     cfg: Config, collector: RolloutCollector, sampled: list[Rollout]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The fraction of some episodes that earn something else when their answers are given again."""
     chosen = [r for r in sampled if not r.error and is_repeatable(cfg, r)]
     specs = {env.short: env for env in training_envs(cfg.env, cfg.train_difficulty)}
@@ -269,9 +297,14 @@ def judged_again(
 
     tasks = [Task(specs[r.env], r.seed, i) for i, r in enumerate(chosen)]
     played = {r.group_id: r for r in collector.play(tasks, again) if not r.error}
-    differ = [abs(played[i].episode_return - r.episode_return) > SAME_REWARD
-              for i, r in enumerate(chosen) if i in played]  # fmt: skip
-    return {"reward/judged_otherwise": statistics.fmean(differ)} if differ else {}
+    both = [(r, played[i]) for i, r in enumerate(chosen) if i in played]
+    differ = [(r, s) for r, s in both if abs(r.episode_return - s.episode_return) > SAME_REWARD]
+    found = dict[str, Any]()
+    if both:
+        found["reward/judged_otherwise"] = len(differ) / len(both)
+    for one, other in differ[:1]:
+        found["example/judged"] = _both(one, other)
+    return found
 
 
 def _completion(rollout: Rollout, k: int) -> Completion:

@@ -8,8 +8,8 @@ other numbers meaningless comes first.
 WARNINGS = {
     "no_movement": (
         "groups have different returns, but updates do not change the policy",
-        "printing which weights the optimizer holds and their lr: it may have others than the "
-        "model that samples, an lr of 0 (after a scheduler), or a loss without a gradient",
+        "whether the loss has a gradient; which weights the optimizer holds (those of the model"
+        " that samples, and made after its adapters), and what lr a scheduler gives them",
         "update/moved",
     ),
     "answers_unchanged": (

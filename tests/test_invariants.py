@@ -21,6 +21,7 @@ ALIVE = {
     "groups__zero_std_fraction": 0.5, "tokens__trained": 99, "update__steps": 1, "grad__norm": 0.2,
     "update__skipped": 0, "update__moved": 0.01,
 }  # fmt: skip
+STEP = {"update__steps": 1}
 SEVERAL = ALIVE | {"update__steps": 4}
 
 
@@ -46,12 +47,12 @@ def broken(records, **settings):
         ("values_differ", {"value__spread": 1e-5}, {"value__spread": 0.11}),
         ("loss_weight", {"loss__weight": 0.0}, {"loss__weight": 0.5}),
         ("loss_weight", {"loss__weight": 1.0005}, {"loss__weight": 1.01}),
-        ("passes_lost", {"grad__passes": 1.01}, {"grad__passes": 0.5}),
-        ("passes_lost", {"grad__passes": 0.99}, {"grad__passes": 2.0}),
+        ("passes_lost", STEP | {"grad__passes": 1.01}, STEP | {"grad__passes": 0.5}),
+        ("passes_lost", STEP | {"grad__passes": 0.99}, STEP | {"grad__passes": 2.0}),
         ("no_movement", ALIVE, ALIVE | {"update__moved": 0.0}),
         ("no_movement", ALIVE | {"update__unchanged": 0}, ALIVE | {"update__unchanged": 1}),
         ("no_movement", ALIVE | {"groups__zero_std_fraction": 1, "grad__norm": 0.0, "update__moved":
-         0.0}, ALIVE | {"grad__norm": 0.0, "update__steps": 0, "update__skipped": 1}),
+         0.0}, ALIVE | {"grad__norm": 0.0, "update__skipped": 1} | STEP | {"update__steps": 0}),
         ("weights_unchanged", ALIVE | {"update__unchanged": 0}, ALIVE | {"update__unchanged": 0.1}),
         ("step_size", ALIVE | {"update__step_size": 0.1}, ALIVE | {"update__step_size": 0.02}),
         ("step_size", ALIVE | {"update__step_size": 3.0}, ALIVE | {"update__step_size": 5.0}),
@@ -179,7 +180,10 @@ def test_equal_answers_that_earn_something_else_are_counted():
     cfg = resolve(Config(env=("letter_counting",)))
     answers, rewards = [[5], [5], [5], [6], [6]], [1.0, 1.0, 0.0, 0.5, 0.5]
     group = [replace(r, env=cfg.env[0].short) for r in rollouts_of(answers, rewards)]
-    assert probes._unequal_rewards(cfg, [group]) == {"reward/unequal": pytest.approx(1 / 3)}
+    group[0].messages.append({"role": "assistant", "content": "two"})
+    found = probes._unequal_rewards(cfg, [group])
+    assert found["reward/unequal"] == pytest.approx(1 / 3)
+    assert found["example/reward"] == "'two' earned 1 and 0"
     others = [replace(r, env="another") for r in group]  # of a judge, or unknown
     assert probes._unequal_rewards(cfg, [others]) == {}
 

@@ -61,7 +61,8 @@ class RunLog:
         """Appends `record` to metrics.jsonl; sends the numbers of an update to the tracker."""
         self.sha256.update(_append(self.metrics_file, record))
         if self.tracker is not None and "update" in record:
-            scalars = {k: v for k, v in record.items() if k not in ("update", "warnings")}
+            others = ("update", "warnings", "example/")
+            scalars = {k: v for k, v in record.items() if not k.startswith(others)}
             self.tracker.log(scalars, step=record["update"])
 
     def sync(self) -> Record:
