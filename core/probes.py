@@ -82,7 +82,7 @@ class WeightProbe:
         }
         still = [name for name, size in sizes.items() if size == 0]
         found["update/unchanged"] = len(still) / len(sizes)
-        if still:
+        if 0 < len(still) < len(sizes):
             found["example/unchanged"] = still[0]
         moved = [size for name, size in sizes.items() if size and "value_head" not in name]
         if moved and cfg.lr:
