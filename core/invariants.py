@@ -343,10 +343,11 @@ def passes_lost(records: list[Record], cfg: Config) -> str:
 def wrong_direction(records: list[Record], cfg: Config) -> str:
     """An update makes likelier what earned more than its group; judged only where it moved the
     policy further than rounding."""
-    rewarded = cfg.reward_coef and "feedback" not in needs(cfg)
+    if cfg.gamma < 1 or not cfg.reward_coef or "feedback" in needs(cfg):
+        return ""  # it follows something else than the returns of episodes
     values = [finite(r, "update/direction") for r in records[-MIN_UPDATES:]
               if finite(r, "update/moved") > 2 * finite(r, "gap/logprob_mean")]  # fmt: skip
-    if not rewarded or cfg.kl_coef > STRONG_KL or len(values) < MIN_UPDATES:
+    if cfg.kl_coef > STRONG_KL or len(values) < MIN_UPDATES:
         return ""
     if not max(values) < MIN_DIRECTION:
         return ""

@@ -47,6 +47,8 @@ def broken(records, **settings):
         ("values_differ", {"value__spread": 1e-5}, {"value__spread": 0.11}),
         ("loss_weight", {"loss__weight": 0.0}, {"loss__weight": 0.5}),
         ("loss_weight", {"loss__weight": 1.0005}, {"loss__weight": 1.01}),
+        ("wrong_direction", ALIVE | {"update__direction": 0.2, "gap__logprob_mean": 1e-7},
+         ALIVE | {"update__direction": 0.05, "gap__logprob_mean": 1e-7}),
         ("passes_lost", STEP | {"grad__passes": 1.01}, STEP | {"grad__passes": 0.5}),
         ("passes_lost", STEP | {"grad__passes": 0.99}, STEP | {"grad__passes": 2.0}),
         ("no_movement", ALIVE, ALIVE | {"update__moved": 0.0}),
@@ -91,12 +93,24 @@ def test_each_fact_has_two_sides(name, fine, wrong):
                                 "policy__entropy": 1.0, "gap__logprob_mean": 0}),
         ({"optimizer": "adamw_bf16_sr", "dtype": "bfloat16"}, ALIVE | {"update__unchanged": 0.1}),
         ({"optimizer": "adamw_bf16_sr", "dtype": "bfloat16"}, ALIVE | {"update__step_size": 9.0}),
+        ({"gamma": 0.9}, ALIVE | {"update__direction": -0.5, "gap__logprob_mean": 1e-7}),
+        ({"reward_coef": 0.0}, ALIVE | {"update__direction": -0.5, "gap__logprob_mean": 1e-7}),
+        ({"kl_coef": 1.0}, ALIVE | {"update__direction": -0.5, "gap__logprob_mean": 1e-7}),
         ({"lr_schedule": "linear"}, ALIVE | {"update__step_size": 0.0, "update__lr": 0.0}),
         ({"warmup_updates": 99}, ALIVE | {"update__step_size": 0.01, "update__lr": 5e-7}),
     ],
 )  # fmt: skip
 def test_a_fact_is_not_judged_where_it_need_not_hold(settings, wrong):
     assert broken(run_of(6, **wrong), **settings) == set()
+
+
+def test_two_updates_in_a_row_have_to_agree():
+    for name, bad, good in (("grad__passes", 0.5, 1.0), ("groups__advantage_sum", 0.5, 0.0)):
+
+        def wavy(update, bad=bad, good=good):
+            return bad if update % 2 else good
+
+        assert broken(run_of(5, **STEP | {name: wavy})) == set()
 
 
 def test_facts_of_evaluations():
