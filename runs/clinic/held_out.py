@@ -56,8 +56,8 @@ def answer_anywhere(patch: Patch) -> None:
 
 @fault("huggingface/accelerate #2142", "", "no_movement", "--lr-schedule linear")
 def scheduler_steps_per_process(patch: Patch) -> None:
-    """The schedule moves 4 steps for each update, as with 4 processes: lr is 0 after a quarter of them;
-    the logged lr shows it, as in the reports."""
+    """The schedule moves 4 steps for each update, as with 4 processes: lr is 0 after a quarter of
+    them; the logged lr shows it, as in the reports."""
     from core.loop import run
 
     original, processes = run.lr_factor, 4
