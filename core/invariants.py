@@ -32,7 +32,7 @@ LARGEST_STEP = 4.0  # of --lr and of one gradient step
 LOST_PASSES = 0.05
 UNEVEN = 1e-3  # sum of a group's advantages, as a fraction of the sum of their sizes
 ANSWERS_MOVED = 0.02  # nats per token, since the first evaluation
-FEW_TASKS = 8  # held-out tasks that may all be answered as before
+FEW_TASKS, FEW_TOKENS = 8, 200  # held-out tasks, or answers, that may all be as before
 MIN_SURPRISE = 0.01  # nats per token
 MIN_Z = 4.0  # standard errors of the mean surprise
 EQUAL = 2.0  # times as many equal answers as are likely, or half as many
@@ -202,9 +202,7 @@ def advantages_uneven(records: list[Record], cfg: Config) -> str:
     found = last_of(records[-WINDOW:], "groups/advantage_sum", TWICE)
     if not found or min(found) <= UNEVEN:
         return ""
-    return (
-        f"the advantages of a group add up to {found[-1]:.0%} of the sum of their sizes, not to 0"
-    )
+    return f"a group's advantages add up to {found[-1]:.0%} of the sum of their sizes, not to 0"
 
 
 def values_differ(records: list[Record], cfg: Config) -> str:
@@ -361,7 +359,8 @@ def answers_unchanged(records: list[Record], cfg: Config) -> str:
     for env in evaluated(now, "same_answers"):
         same, tasks = finite(now, f"{env}/same_answers"), finite(now, f"{env}/tasks")
         unsolved = finite(now, f"{env}/accuracy") < 0.9
-        if same == 1 and moved > ANSWERS_MOVED and tasks >= FEW_TASKS and unsolved:
+        many = tasks >= FEW_TASKS and tasks * finite(now, f"{env}/tokens_mean") >= FEW_TOKENS
+        if same == 1 and moved > ANSWERS_MOVED and many and unsolved:
             name = env.removeprefix("eval/")
             return (f"log-probs have moved by {moved:.2g} nats, but all {tasks:.0f} answers on "
                     f"{name} are those of the first evaluation")  # fmt: skip

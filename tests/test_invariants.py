@@ -116,12 +116,15 @@ def test_two_updates_in_a_row_have_to_agree():
 def test_facts_of_evaluations():
     def run(moved, **metrics):
         records = run_of(6, {0: 0.4, 6: 0.4}, update__moved=moved, groups__different=1.0)
-        records[-1] |= {f"eval/e:k=1/{k}": v for k, v in ({"tasks": 64} | metrics).items()}
+        records[-1] |= {
+            f"eval/e:k=1/{k}": v for k, v in ({"tasks": 64, "tokens_mean": 9} | metrics).items()
+        }
         return records
 
     assert broken(run(0.01, same_answers=0.9)) == set()
     assert broken(run(0.001, same_answers=1.0)) == set()  # it has hardly moved
     assert broken(run(0.01, same_answers=1.0)) == {"answers_unchanged"}
+    assert broken(run(0.01, same_answers=1.0, tokens_mean=2)) == set()  # hardly an answer
     assert broken(run(0.01, asked=64, played=64)) == set()
     assert broken(run(0.01, asked=64, played=32)) == {"tasks_missing"}
     assert broken(run(0.01, asked=64, played=64, tasks=16)) == {"tasks_missing"}
