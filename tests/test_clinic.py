@@ -43,7 +43,7 @@ def warnings(command, *flags):
 def test_faults_are_named_in_three_updates(names, command, monkeypatch):
     chosen = [KNOWN[name] for name in names.split()]
     evaluates = {"tasks_missing", "answers_unchanged"} & {fault.warning for fault in chosen}
-    flags = [*SMALL, "--eval-num-tasks", 32 if evaluates else 0, "--eval-every", 5]
+    flags = [*SMALL, "--eval-num-tasks", 64 if evaluates else 0, "--eval-every", 5]
     flags += ["--num-updates", LATE.get(names, 3), "--num-prompts", 8]
     for fault in chosen:
         fault.install(monkeypatch.setattr)

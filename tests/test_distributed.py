@@ -44,9 +44,12 @@ def finish(process):
 
 
 def assert_alike(ours, theirs):
-    assert [r.keys() for r in ours] == [r.keys() for r in theirs] and ours
+    pieces = {"grad/passes"}  # not measured where a rank has pieces of weights
+    assert [r.keys() - pieces for r in ours] == [r.keys() - pieces for r in theirs] and ours
     for a, b in zip(ours, theirs, strict=True):
         for name, value in a.items():
+            if name in pieces and name not in b:
+                continue
             if isinstance(value, dict):  # the warnings, with their numbers
                 assert value.keys() == b[name].keys()
                 continue
