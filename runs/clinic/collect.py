@@ -74,8 +74,9 @@ def jobs_of(kind: str) -> list[dict[str, Any]]:
     if kind == "twins":  # the healthy runs beside the faults
         each = dict.fromkeys(fault.flags for fault in KNOWN.values())
         return [job(flags or "default", "", 0, 30, 64, flags) for flags in each]
-    flags = "--model-id smollm2 --env letter_counting:difficulty=2 --lr 1e-5 --max-tokens 48"
-    return [job(f"{name or 'healthy'} on smollm2", name, 0, 4, 16, flags) for name in ON_SMOLLM2]
+    flags = ("--model-id smollm2 --env math_qa:level=1,style=plain --temperature 0.7 --lr 1e-5 "
+             "--max-tokens 12 --max-turns 1")  # fmt: skip
+    return [job(f"{name or 'healthy'} on smollm2", name, 0, 6, 64, flags) for name in ON_SMOLLM2]
 
 
 def job(
