@@ -65,7 +65,7 @@ def advice_without_reward(cfg: Config) -> str:
     """What to try if no rollout earns a reward; "" if the run does not train on rewards."""
     if not cfg.reward_coef or "feedback" in needs(cfg):
         return ""
-    runs_known = {*map(str, cfg.env)} <= {*KNOWN}  # then it need not be told of these
+    runs_known = {*map(str, cfg.env)} <= {*KNOWN}  # then the list of them is no advice
     advice = ADVICE.get("" if runs_known else cfg.model_id, WARNINGS["no_reward"][1])
     own = any(str(spec).startswith(OWN_REWARDS) for spec in cfg.env)
     return f"{OWN_REWARD}; else {advice}" if own else advice

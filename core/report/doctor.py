@@ -53,10 +53,10 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
     if not any(record.get("update", -1) >= 0 for record in records):
         return []
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
-    found = _current_warnings(folder, config, records, spec)
+    held = _held(config, records)
+    found = _current_warnings(folder, held, records, spec)
     outcome = _outcomes(folder, config, records) or _by_reward(config, records)
-    named = {*_held(config, records)}
-    if named & {"no_reward", *diagnostics.UNCHANGED}:
+    if held.keys() & {"no_reward", *diagnostics.UNCHANGED}:
         return found[:MAX_FINDINGS]  # what the reward and the accuracy do follows from it
     if not found and not any(
         finding.text.startswith(("It learns", "It has")) for finding in outcome
@@ -81,10 +81,9 @@ def _held(config: dict[str, Any], records: list[Record]) -> dict[str, str]:
 
 
 def _current_warnings(
-    folder: Path, config: dict[str, Any], records: list[Record], spec: str
+    folder: Path, held: dict[str, str], records: list[Record], spec: str
 ) -> list[Finding]:
-    """What these warnings mean, the one that matters most first."""
-    held = _held(config, records)
+    """What the warnings that still hold mean, the one that matters most first."""
     logged = {name: (updates, message) for name, updates, message in logged_warnings(records)}
     found = []
     for name, (meaning, _, picture) in WARNINGS.items():

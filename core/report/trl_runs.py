@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core import diagnostics
+from core.config import Config
 from core.faults import UsageError
 from core.other_names import OTHER_NAMES
 from core.results import Record, from_to
@@ -204,7 +205,7 @@ def _rows(file: Path, columns: list[str]) -> list[Record]:
     return []
 
 
-def _add_warnings(records: list[Record], cfg: Any) -> None:
+def _add_warnings(records: list[Record], cfg: Config) -> None:
     """Writes the warnings that hold at the end to the record since which they have held; in a long
     log, to one of the next few, as only about 500 are looked at."""
     since: dict[str, tuple[int, str]] = {}
