@@ -146,15 +146,24 @@ def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_tokens_in_the_loss():
 
 
 @pytest.mark.parametrize(
-    "sampled, now, advantage, dropped",
+    "drop, sampled, now, advantage, dropped",
     [
-        (0.6, 0.9, 1.0, True),  # a ratio of 1.5: GRPO's clip at 1.28 drops it, too
-        (0.001, 0.1, 1.0, False),  # a ratio of 100, but a small change
-        (0.6, 0.9, -1.0, False),  # the step takes the change back
-        (0.6, 0.3, -1.0, True),
+        ("further", 0.6, 0.9, 1.0, True),  # a ratio of 1.5: GRPO's clip at 1.28 drops it, too
+        ("further", 0.001, 0.1, 1.0, False),  # a ratio of 100, but a small change
+        ("further", 0.6, 0.9, -1.0, False),  # the step takes the change back
+        ("further", 0.6, 0.3, -1.0, True),
+        ("further", 0.6, 0.3, 0.0, False),
+        ("further", 0.6, 0.41, -1.0, False),  # 0.19, and the limit is 0.2
+        ("any", 0.6, 0.9, 1.0, True),
+        ("any", 0.6, 0.9, -1.0, True),  # though the step takes the change back
+        ("any", 0.6, 0.3, -1.0, True),
+        ("any", 0.6, 0.3, 1.0, True),
+        ("any", 0.6, 0.79, 1.0, False),
     ],
 )
-def test_dppo_drops_a_token_whose_probability_has_moved_too_far(sampled, now, advantage, dropped):
+def test_dppo_drops_a_token_whose_probability_has_moved_too_far(
+    drop, sampled, now, advantage, dropped
+):
     """π_old lies between both; the difference is that to the sampler."""
     old = torch.tensor([math.log((sampled + now) / 2)])
     logprobs = torch.tensor([math.log(now)], requires_grad=True)
@@ -163,13 +172,15 @@ def test_dppo_drops_a_token_whose_probability_has_moved_too_far(sampled, now, ad
                     advantages=one * advantage,
                     sampler_logprobs=torch.tensor([math.log(sampled)]),
                     importance_weights=one, token_weights=one)  # fmt: skip
-    loss, metrics = dppo.compute_loss(tokens, dppo.Options(limit=0.2))
+    assert dppo.Options() == dppo.Options(limit=0.2, drop="further")
+    options = dppo.Options(drop=drop)
+    loss, metrics = dppo.compute_loss(tokens, options)
     loss.backward()
     ratio = now / ((sampled + now) / 2)
     assert loss.item() == pytest.approx(0.0 if dropped else -ratio * advantage, abs=1e-6)
     assert logprobs.grad.item() == pytest.approx(loss.item(), abs=1e-6)
     counted = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
-    assert counted == (dropped and advantage > 0, dropped and advantage < 0)
+    assert counted == (dropped and now > sampled, dropped and now < sampled)
     tokens.in_loss = ~tokens.in_loss  # tokens out of the loss are not counted
-    metrics = dppo.compute_loss(tokens, dppo.Options(limit=0.2))[1]
+    metrics = dppo.compute_loss(tokens, options)[1]
     assert metrics["clip/high_fraction"] == metrics["clip/low_fraction"] == 0

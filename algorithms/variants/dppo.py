@@ -10,13 +10,19 @@ GRPO holds rare tokens back and lets likely ones go. m_t depends on the differen
 total variation between the two policies if all other tokens are taken as one (`binary` in the
 paper), and is measured from the policy that sampled, older weights and other kernels included.
 
+`--dppo.drop any --dppo.limit 0.3` is IPO, prime-rl's default since August 2026 (0.3 since
+September): m_t is 0 beyond δ also where the step would take the change back.
+
 Differences from the paper: the ratio to the sampler is w ρ, whose w is capped (off_policy.py), and
-of its two divergences only the total variation is here. The value of δ is ours.
+of its two divergences only the total variation is here. The value of δ is ours. Differences
+from prime-rl: its cap is 10,000 (`--tis-cap`), and its advantages are not divided
+(`--dppo.scale-rewards none`).
 
     python train.py --algo dppo --num-minibatches 4
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -35,7 +41,9 @@ class Options(LoopOptions):
     scale_rewards: Scale = "group"
     """As --grpo.scale-rewards."""
     limit: Fraction = 0.2
-    """δ, the largest change of a token's probability that a gradient may continue."""
+    """δ, the largest change of a token's probability that drops nothing."""
+    drop: Literal["further", "any"] = "further"
+    """Of the tokens that changed by more: those that the step would move further, or any (IPO)."""
     aggregation: Aggregation = "token"
     """As --grpo.aggregation."""
 
@@ -44,10 +52,12 @@ def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, fl
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()
     moved = tokens.logprobs.detach().exp() - tokens.sampler_logprobs.exp()
-    dropped = (moved.abs() > options.limit) & (moved * tokens.advantages > 0)
+    dropped = moved.abs() > options.limit
+    if options.drop == "further":
+        dropped &= moved * tokens.advantages > 0
     surrogate = ~dropped * ratio * tokens.advantages
     loss = -(tokens.token_weights * tokens.importance_weights * surrogate).sum()
-    low, high = (tokens.in_loss & dropped & (tokens.advantages * sign > 0) for sign in (-1, 1))
+    low, high = (tokens.in_loss & dropped & (moved * sign > 0) for sign in (-1, 1))
     return loss, surrogate_metrics(tokens, ratio, 1.0, float("inf")) | {
         "clip/low_fraction": low.sum().item(),
         "clip/high_fraction": high.sum().item(),
