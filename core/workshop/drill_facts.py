@@ -1,0 +1,358 @@
+"""What every right repair of the drill does: facts about a module, asked of its functions.
+
+A probe calls functions of the module on small inputs and answers several facts. It compares with
+what must be true, not with our code: a standard deviation may divide by n or by n - 1, an epsilon
+may have any size. Where a fact is about a quantity that another fault has removed, it holds.
+"""
+
+import contextlib
+import inspect
+import io
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+FACTS = {  # what fails is named by these sentences
+    "answer_is_between_tags": "the reward is for the number between the tags, if there is just one",
+    "zero_is_an_answer": "the answer 0 is a number like others",
+    "prompts_end_together": "all prompts of a batch end in its last column",
+    "prompts_open_the_turn": "a prompt is what the chat template writes, the model's turn opened",
+    "draws_are_the_policys": "tokens are drawn with the policy's probabilities, or greedily",
+    "one_temperature": "sampling and training have the same temperature",
+    "end_is_trained": "END is part of the answer",
+    "nothing_after_the_end": "what follows END is not part of the answer",
+    "logprobs_are_of_the_next_token": "a log-prob is that of a token given what is before it",
+    "padding_is_not_seen": "padding changes no log-prob",
+    "own_group_alone": "other groups do not change an advantage",
+    "group_adds_up_to_zero": "the advantages of a group add up to 0",
+    "unit_deviation": "the advantages of a group have a standard deviation of about 1",
+    "equal_rewards_teach_nothing": "the advantages of equal rewards are 0",
+    "good_tokens_rise": "the loss raises tokens with positive advantages and lowers the others",
+    "only_the_mask_is_trained": "the loss has no gradient outside of the mask",
+    "tokens_count_alike": "at ratio 1 all tokens have gradients in proportion to their advantage",
+    "weights_add_up_to_one": "the weights of the tokens in the loss add up to 1",
+    "gradient_has_the_ratio": "the gradient of a token grows with its ratio",
+    "clip_holds_back": "a token beyond the clip is pushed no further",
+    "clip_lets_return": "a token that moved the wrong way is pushed back",
+    "kl_pulls_back": "the KL penalty pulls the policy towards the reference",
+    "old_is_fixed": "the old log-probs stay those from before the first step",
+    "old_has_no_gradient": "the old and the reference's log-probs are constants",
+    "rows_belong_together": "in a step, each answer has its own advantage, mask and reference",
+    "each_row_once_per_pass": "each pass has each answer once",
+    "a_step_follows_its_own_gradient": "a step follows the gradient of its own loss",
+    "long_gradients_are_scaled": "a gradient longer than 1 is scaled to length 1 for its step",
+    "answers_meet_their_questions": "an answer is rewarded for its own question",
+    "only_answers_are_trained": "the mask has the tokens of the answers, and no others",
+    "groups_share_a_question": "the G answers of a group answer one question",
+    "updates_have_new_tasks": "each update has P tasks that no earlier one had",
+    "evaluation_is_held_out": "no task of the evaluation is trained on",
+    "accuracy_counts_the_right": "the accuracy is the fraction of right answers",
+    "reference_stays": "the reference keeps the weights of the start",
+    "optimizer_has_the_policy": "the optimizer has the policy's weights",
+}
+Answers = dict[str, bool]
+
+
+def ask_all(module: ModuleType) -> dict[str, str]:
+    """The facts that do not hold: name, and the error if it is one ("" if not)."""
+    failed: dict[str, str] = {}
+    for probe, names in PROBES.items():
+        torch.manual_seed(0)
+        try:
+            with set_back(module), contextlib.redirect_stdout(io.StringIO()):
+                answers, error = probe(module), ""
+        except Exception as raised:
+            answers, error = {}, f"{type(raised).__name__}: {raised}"
+        failed |= {name: error for name in names if not answers.get(name, False)}
+    return failed
+
+
+def reward(m: Any) -> Answers:
+    spelled = "r1 a r2 <answer>{}</answer>".format
+    pairs = [(spelled(2), 2, 1.0), (spelled(3), 1, 0.1), (spelled(12), 2, 0.1), ("r1 r2", 2, 0.0),
+             ("", 0, 0.0), (spelled("two"), 2, 0.0), (spelled(2) + spelled(2), 2, 0.0)]  # fmt: skip
+    zeros = [("<answer>0</answer>", 0, 1.0), ("<answer>0</answer>", 2, 0.1)]
+    return {
+        name: all(abs(m.reward(text, right) - earned) < 1e-6 for text, right, earned in cases)
+        for name, cases in (("answer_is_between_tags", pairs), ("zero_is_an_answer", zeros))
+    }
+
+
+def encode(m: Any) -> Answers:
+    questions = ["How many r in strawberry?", "How many?"]
+    ids, real = m.encode(questions)
+    expected = [m.tokenizer.apply_chat_template(
+        [{"role": "user", "content": q}], tokenize=True, add_generation_prompt=True,
+        return_dict=False) for q in questions]  # fmt: skip
+    return {
+        "prompts_end_together": bool((real[:, -1] == 1).all()) and ids.shape == real.shape,
+        "prompts_open_the_turn": [i[r == 1].tolist() for i, r in zip(ids, real, strict=True)]
+        == [list(row) for row in expected],
+    }
+
+
+def sample(m: Any) -> Answers:
+    m.END, m.PAD, m.MAX_TOKENS = 1, 0, 6
+    model, prompt = random_model(), torch.tensor([[5, 3, 7]])
+    many = prompt.expand(20_000, -1)
+    tokens, mask = m.sample(model, many, torch.ones_like(many), False)
+    drawn = tokens[:, 0].bincount(minlength=12) / len(tokens)
+    with torch.no_grad():
+        logits = model(prompt).logits[0]
+    away = {t: (drawn - (logits[-1] / t).softmax(-1)).abs().sum() / 2 for t in temperatures(m)}
+    ours = [t for t, distance in away.items() if distance < 0.015]
+    likeliest = m.sample(model, prompt, torch.ones_like(prompt), True)[0][0, 0]
+
+    with torch.no_grad():
+        found = m.token_logprobs(model, prompt, torch.ones_like(prompt), 2)
+    theirs = {t: (logits[:-1] / t).log_softmax(-1)[[0, 1], prompt[0, 1:]] for t in temperatures(m)}
+    trained = [t for t, right in theirs.items() if found.shape == (1, 2)
+               and torch.allclose(found[0], right, atol=1e-4)]  # fmt: skip
+
+    length, ends = tokens.shape[1], tokens == m.END
+    first = torch.where(ends.any(1), ends.int().argmax(1), length)
+    place = torch.arange(length)
+    return {
+        "draws_are_the_policys": bool(ours) and bool(likeliest == logits[-1].argmax()),
+        "logprobs_are_of_the_next_token": bool(trained),
+        "one_temperature": bool(set(ours or [m.TEMPERATURE]) & set(trained or [m.TEMPERATURE])),
+        "end_is_trained": bool((mask[place <= first[:, None]] == 1).all()),
+        "nothing_after_the_end": bool((mask[place > first[:, None]] == 0).all()),
+    }
+
+
+def padding(m: Any) -> Answers:
+    model, row = random_model(), torch.tensor([[5, 3, 7, 2, 9]])
+    padded = torch.tensor([[4, 4, 5, 3, 7, 2, 9], [6, 8, 5, 3, 7, 2, 9]])
+    real = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        alone = m.token_logprobs(model, row, torch.ones_like(row), 3)[0]
+        among, other = m.token_logprobs(model, padded, real, 3)
+    same = torch.allclose(alone, among, atol=1e-3)
+    return {"padding_is_not_seen": same and not torch.allclose(alone, other, atol=1e-3)}
+
+
+def group_advantages(m: Any) -> Answers:
+    m.P, m.G = 3, 4
+    rewards = torch.tensor([0.0, 1, 1, 0.1, 0, 0, 0.1, 0, 1, 1, 1, 1])
+    other = torch.tensor([0.0, 1, 1, 0.1, 1, 0, 1, 0.1, 0, 0, 0, 0.1])
+    groups = m.group_advantages(rewards).view(3, 4)
+    deviations = groups[:2].std(1)
+    return {
+        "own_group_alone": torch.allclose(groups[0], m.group_advantages(other)[:4], atol=1e-4),
+        "group_adds_up_to_zero": bool((groups.sum(1).abs() < 1e-4).all()),
+        "unit_deviation": bool(((deviations > 0.8) & (deviations < 1.25)).all()),
+        "equal_rewards_teach_nothing": bool((groups[2].abs() < 1e-3).all()),
+    }
+
+
+def compute_loss(m: Any) -> Answers:
+    advantages = torch.tensor([1.0, -2.0])
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    now = -torch.rand(2, 5) - 0.5
+
+    def gradient(ratio: float, ref: Tensor = now, signs: Tensor = advantages) -> Tensor:
+        logprobs = now.clone().requires_grad_()
+        old = now - torch.tensor(ratio).log()
+        loss = m.compute_loss(logprobs, old, ref, signs, mask)[0]
+        return torch.autograd.grad(loss, logprobs)[0]
+
+    at_one, inside = gradient(1.0), mask == 1
+    weights = (-at_one / advantages[:, None])[inside]  # of the tokens, if the gradient is w · A
+    small, large = 1 - 1.5 * m.CLIP, 1 + 1.5 * m.CLIP
+    up, down = inside & (advantages > 0)[:, None], inside & (advantages < 0)[:, None]
+    pushed = bool(at_one[inside].any())
+    nothing = torch.zeros(2)
+    m.BETA = 0.1
+    above, below = gradient(1.0, now - 0.5, nothing), gradient(1.0, now + 0.5, nothing)
+    return {
+        "good_tokens_rise": bool((weights > 0).all()),
+        "only_the_mask_is_trained": not at_one[~inside].any(),
+        "tokens_count_alike": bool((weights - weights.mean()).abs().max() < 1e-5),
+        "weights_add_up_to_one": not pushed or abs(weights.abs().sum().item() - 1) < 1e-4,
+        "gradient_has_the_ratio": torch.allclose(gradient(1.1)[inside], 1.1 * at_one[inside]),
+        "clip_holds_back": not gradient(large)[up].any() and not gradient(small)[down].any(),
+        "clip_lets_return": not pushed
+        or bool(gradient(small)[up].all() and gradient(large)[down].all()),
+        "kl_pulls_back": bool((above[inside] > 0).all() and (below[inside] < 0).all()),
+    }
+
+
+def update(m: Any) -> Answers:
+    """Each of 8 answers has a length of its own, by which it is recognised in each step."""
+    m.P, m.G, m.EPOCHS, m.MINIBATCHES = 2, 4, 2, 2
+    model, reference = random_model(), random_model(seed=1).requires_grad_(False)
+    ids = torch.randint(2, 12, (8, 11))
+    mask = (torch.arange(8) <= torch.arange(8)[:, None]).long()
+    attention = torch.cat([torch.ones(8, 3).long(), mask], 1)
+    advantages = torch.tensor([0.9, -0.8, 0.7, -0.6, 0.5, -0.4, 0.3, -0.2])
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        old, ref = (m.token_logprobs(x, ids, attention, 8) for x in (model, reference))
+    calls, expected, steps, right = [], [], list[Tensor](), m.compute_loss
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = right(*args, **kwargs)
+        calls.append(inspect.signature(right).bind(*args, **kwargs).arguments)
+        found = torch.autograd.grad(result[0], parameters, retain_graph=True, allow_unused=True)
+        expected.append(flat(found, parameters))
+        return result
+
+    class Spy(torch.optim.SGD):
+        """Notes the gradient of each step and moves the weights a little, at random."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            steps.append(flat([p.grad for p in parameters], parameters))
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+    m.compute_loss = recorded
+    m.update(model, reference, Spy(parameters, lr=0.0), ids, attention, mask, advantages)
+    rows = [call["mask"].sum(1) - 1 for call in calls]
+    passes = [torch.cat(rows[i : i + 2]).sort().values.tolist() for i in range(0, len(rows), 2)]
+
+    def equal(name: str, whole: Tensor) -> bool:
+        return all(torch.allclose(call[name].float(), whole[own].float(), atol=1e-4)
+                   for call, own in zip(calls, rows, strict=True))  # fmt: skip
+
+    pairs = list(zip(expected, steps, strict=False))
+    return {
+        "old_is_fixed": equal("old", old),
+        "old_has_no_gradient": not any(c["old"].requires_grad or c["ref"].requires_grad
+                                       for c in calls),
+        "rows_belong_together": equal("advantages", advantages) and equal("ref", ref),
+        "each_row_once_per_pass": passes == [list(range(8))] * 2,
+        "a_step_follows_its_own_gradient": len(steps) == len(calls) == 4
+        and all(torch.cosine_similarity(a, b, dim=0) > 0.999 or not a.any() for a, b in pairs),
+        "long_gradients_are_scaled": all(step.norm() < 1.01 for step in steps),
+    }  # fmt: skip
+
+
+def train(m: Any) -> Answers:
+    """A run without a model: every other answer is right, and no update changes weights."""
+    asked, phases, rights = list[int](), list[list[int]](), dict[str, int]()
+    questions, updates, earned = list[list[str]](), list[dict[str, Any]](), list[Tensor]()
+    ask, encode, advantages = m.ask, m.encode, m.group_advantages
+
+    def ask_recorded(seed: int) -> tuple[str, int]:
+        asked.append(seed)
+        question, right = ask(seed)
+        rights[question] = right
+        return question, right
+
+    def encode_recorded(texts: list[str]) -> Any:
+        questions.append(list(texts))
+        return encode(texts)
+
+    def answers(model: Any, ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        numbers = [rights[q] + i % 2 for i, q in enumerate(questions[-1])]
+        texts = [[*m.tokenizer.encode(f"<answer>{n}</answer>"), m.END] for n in numbers]
+        return torch.tensor(texts), torch.ones(len(texts), len(texts[0])).long()
+
+    def rewarded(text: str, right: int) -> float:
+        return 1.0 if f"<answer>{right}</answer>" in text else 0.1
+
+    def advantages_recorded(rewards: Tensor) -> Tensor:
+        earned.append(rewards)
+        return advantages(rewards)
+
+    def no_update(*args: Any, **kwargs: Any) -> dict[str, float]:
+        call = inspect.signature(update).bind(*args, **kwargs).arguments
+        weights = next(call["model"].parameters())
+        with torch.no_grad():
+            start = starts[0] if starts else weights.clone()
+            starts.append(start)
+            stays.append(torch.equal(next(call["reference"].parameters()), start))
+            weights += 1
+        groups = call["optimizer"].param_groups
+        trained = {id(p) for group in groups for p in group["params"]}
+        owned.append(trained == {id(p) for p in call["model"].parameters()})
+        updates.append({**call, "questions": questions[-1], "seeds": list(asked)})
+        asked.clear()
+        return {"kl": 0.0, "clipped": 0.0, "gradient": 0.0}
+
+    starts, stays, owned = list[Tensor](), list[bool](), list[bool]()
+    update = m.update
+    m.ask, m.encode, m.sample, m.reward = ask_recorded, encode_recorded, answers, rewarded
+    m.group_advantages, m.update = advantages_recorded, no_update
+    evaluate = m.evaluate
+
+    def evaluate_recorded(*args: Any, **kwargs: Any) -> float:
+        asked.clear()
+        accuracy = evaluate(*args, **kwargs)
+        phases.append(list(asked))
+        asked.clear()
+        return accuracy
+
+    m.evaluate = evaluate_recorded
+    accuracies = m.train()
+    seeds = [set(u["seeds"]) for u in updates]
+    groups = [u["questions"][i : i + m.G] for u in updates
+              for i in range(0, len(u["questions"]), m.G)]  # fmt: skip
+    halves = all(torch.allclose(r, torch.tensor([1.0, 0.1] * (len(r) // 2))) for r in earned)
+    return {
+        "answers_meet_their_questions": halves and len(earned) == m.UPDATES,
+        "only_answers_are_trained": all(u["mask"].shape[1] == u["mask"].sum(1).max()
+                                        == len(m.tokenizer.encode("<answer>1</answer>")) + 1
+                                        for u in updates),
+        "groups_share_a_question": all(len(set(group)) == 1 for group in groups),
+        "updates_have_new_tasks": sum(map(len, seeds)) == len(set().union(*seeds))
+        and all(len(s) == m.P for s in seeds),
+        "evaluation_is_held_out": bool(phases) and not set().union(*seeds) & set().union(*phases),
+        "accuracy_counts_the_right": all(abs(a - 0.5) < 0.01 for a in accuracies),
+        "reference_stays": all(stays),
+        "optimizer_has_the_policy": all(owned),
+    }  # fmt: skip
+
+
+PROBES: dict[Callable[[ModuleType], Answers], list[str]] = {}
+for _probe, _first, _last in (
+    (reward, "answer_is_between_tags", "zero_is_an_answer"),
+    (encode, "prompts_end_together", "prompts_open_the_turn"),
+    (sample, "draws_are_the_policys", "logprobs_are_of_the_next_token"),
+    (padding, "padding_is_not_seen", "padding_is_not_seen"),
+    (group_advantages, "own_group_alone", "equal_rewards_teach_nothing"),
+    (compute_loss, "good_tokens_rise", "kl_pulls_back"),
+    (update, "old_is_fixed", "long_gradients_are_scaled"),
+    (train, "answers_meet_their_questions", "optimizer_has_the_policy"),
+):
+    _names = list(FACTS)
+    PROBES[_probe] = _names[_names.index(_first) : _names.index(_last) + 1]
+
+
+@contextlib.contextmanager
+def set_back(module: ModuleType) -> Iterator[None]:
+    """Gives the module its own functions and constants back at the end."""
+    own = dict(vars(module))
+    try:
+        yield
+    finally:
+        vars(module).update(own)
+
+
+def temperatures(m: Any) -> tuple[float, ...]:
+    return (m.TEMPERATURE, 1.0, 1 / m.TEMPERATURE)
+
+
+def random_model(seed: int = 0) -> Qwen3ForCausalLM:
+    """A model of 12 tokens whose probabilities are far from equal."""
+    config = Qwen3Config(
+        vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=2, initializer_range=0.6, eos_token_id=1,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).eval()
+
+
+def flat(gradients: Any, parameters: list[Any]) -> Tensor:
+    """One vector of all gradients; a missing one is 0."""
+    return torch.cat([
+        (torch.zeros_like(p) if g is None else g.detach()).flatten()
+        for g, p in zip(gradients, parameters, strict=True)
+    ]).clone()  # fmt: skip
