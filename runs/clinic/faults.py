@@ -3,8 +3,6 @@
     python runs/clinic/faults.py stale_weights               # train.py with the fault
     python runs/clinic/faults.py stale_weights --lr 1e-4     # .. and with flags of train.py
     python runs/clinic/faults.py nothing                     # train.py as it is
-    python runs/clinic/faults.py --quiz 1                    # a fault without its name and warnings
-    python runs/clinic/faults.py --answer 1                  # .. and which it was
 
 A fault is a function that replaces parts of our modules with `patch(module, name, value)`.
 """
@@ -27,7 +25,6 @@ from torch.nn.functional import dropout  # noqa: E402
 import train  # noqa: E402
 from core import (  # noqa: E402
     context,
-    diagnostics,
     optimizer,
     policy,
     sampler,
@@ -291,15 +288,6 @@ def evaluates_on_training(patch: Patch) -> None:
 
 def main(args: list[str]) -> int:
     name, *flags = args or [""]
-    hidden = name in ("--quiz", "--answer") and bool(flags)
-    if hidden:
-        number, *flags = flags
-        chosen = [*FAULTS][(13 * int(number) - 5) % len(FAULTS)]
-        if name == "--answer":
-            print(f"{chosen}: {FAULTS[chosen].install.__doc__}")
-            return 0
-        name = chosen
-        diagnostics.new_warnings = lambda *_: {}  # they would name it
     known = FAULTS | MORE | HELD_OUT
     if name in known:
         known[name].install(setattr)
