@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from core.workshop import drill
-from core.workshop.drill_facts import FACTS, ask_all
+from core.workshop.drill_facts import FACTS, PROBES, ask_all
 from core.workshop.drill_faults import FAULTS
 
 SAME_IN_OTHER_WORDS = [  # right, and not our text
@@ -55,6 +55,7 @@ def fails(text: str) -> set[str]:
 
 def test_every_fact_holds_for_the_loop_without_a_fault() -> None:
     assert fails(drill.SOURCE) == set()
+    assert sorted(name for names in PROBES.values() for name in names) == sorted(FACTS)
 
 
 @pytest.mark.parametrize("name", FAULTS)

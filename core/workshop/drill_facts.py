@@ -5,10 +5,11 @@ what must be true, not with our code: a standard deviation may divide by n or by
 may have any size. Where a fact is about a quantity that another fault has removed, it holds.
 """
 
-import contextlib
 import inspect
 import io
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -59,11 +60,11 @@ Answers = dict[str, bool]
 
 def ask_all(module: ModuleType) -> dict[str, str]:
     """The facts that do not hold: name, and the error if it is one ("" if not)."""
-    failed: dict[str, str] = {}
+    failed, silent = dict[str, str](), io.StringIO()
     for probe, names in PROBES.items():
         torch.manual_seed(0)
         try:
-            with set_back(module), contextlib.redirect_stdout(io.StringIO()):
+            with set_back(module), redirect_stdout(silent), redirect_stderr(silent):
                 answers, error = probe(module), ""
         except Exception as raised:
             answers, error = {}, f"{type(raised).__name__}: {raised}"
@@ -234,98 +235,93 @@ def update(m: Any) -> Answers:
 
 
 def train(m: Any) -> Answers:
-    """A run without a model: every other answer is right, and no update changes weights."""
-    asked, phases, rights = list[int](), list[list[int]](), dict[str, int]()
-    questions, updates, earned = list[list[str]](), list[dict[str, Any]](), list[Tensor]()
-    ask, encode, advantages = m.ask, m.encode, m.group_advantages
+    """A run without a model: every other answer is right, and an update only marks the policy."""
+    own, notes = dict(vars(m)), defaultdict[str, list[Any]](list)
+    rights = dict[str, int]()  # by question
 
-    def ask_recorded(seed: int) -> tuple[str, int]:
-        asked.append(seed)
-        question, right = ask(seed)
+    def ask(seed: int) -> tuple[str, int]:
+        question, right = own["ask"](seed)
         rights[question] = right
+        notes["seeds"].append(seed)
         return question, right
 
-    def encode_recorded(texts: list[str]) -> Any:
-        questions.append(list(texts))
-        return encode(texts)
+    def encode(questions: list[str]) -> Any:
+        notes["questions"] = list(questions)
+        return own["encode"](questions)
 
-    def answers(model: Any, ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        numbers = [rights[q] + i % 2 for i, q in enumerate(questions[-1])]
-        texts = [[*m.tokenizer.encode(f"<answer>{n}</answer>"), m.END] for n in numbers]
-        return torch.tensor(texts), torch.ones(len(texts), len(texts[0])).long()
+    def sample(model: Any, ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        numbers = [rights[q] + i % 2 for i, q in enumerate(notes["questions"])]
+        rows = [[*m.tokenizer.encode(f"<answer>{n}</answer>"), m.END] for n in numbers]
+        return torch.tensor(rows), torch.ones(len(rows), len(rows[0])).long()
 
-    def rewarded(text: str, right: int) -> float:
+    def reward(text: str, right: int) -> float:
         return 1.0 if f"<answer>{right}</answer>" in text else 0.1
 
-    def advantages_recorded(rewards: Tensor) -> Tensor:
-        earned.append(rewards)
-        return advantages(rewards)
+    def group_advantages(rewards: Tensor) -> Tensor:
+        expected = torch.tensor([1.0, 0.1]).repeat(len(rewards) // 2)
+        notes["halves"].append(torch.allclose(rewards, expected))
+        return own["group_advantages"](rewards)
 
-    def no_update(*args: Any, **kwargs: Any) -> dict[str, float]:
-        call = inspect.signature(update).bind(*args, **kwargs).arguments
-        weights = next(call["model"].parameters())
-        with torch.no_grad():
-            start = starts[0] if starts else weights.clone()
-            starts.append(start)
-            stays.append(torch.equal(next(call["reference"].parameters()), start))
-            weights += 1
-        groups = call["optimizer"].param_groups
-        trained = {id(p) for group in groups for p in group["params"]}
-        owned.append(trained == {id(p) for p in call["model"].parameters()})
-        updates.append({**call, "questions": questions[-1], "seeds": list(asked)})
-        asked.clear()
-        return {"kl": 0.0, "clipped": 0.0, "gradient": 0.0}
-
-    starts, stays, owned = list[Tensor](), list[bool](), list[bool]()
-    update = m.update
-    m.ask, m.encode, m.sample, m.reward = ask_recorded, encode_recorded, answers, rewarded
-    m.group_advantages, m.update = advantages_recorded, no_update
-    evaluate = m.evaluate
-
-    def evaluate_recorded(*args: Any, **kwargs: Any) -> float:
-        asked.clear()
-        accuracy = evaluate(*args, **kwargs)
-        phases.append(list(asked))
-        asked.clear()
+    def evaluate(*args: Any, **kwargs: Any) -> float:
+        notes["seeds"] = []
+        accuracy = own["evaluate"](*args, **kwargs)
+        notes["held out"] += notes.pop("seeds")
         return accuracy
 
-    m.evaluate = evaluate_recorded
-    accuracies = m.train()
-    seeds = [set(u["seeds"]) for u in updates]
-    groups = [u["questions"][i : i + m.G] for u in updates
-              for i in range(0, len(u["questions"]), m.G)]  # fmt: skip
-    halves = all(torch.allclose(r, torch.tensor([1.0, 0.1] * (len(r) // 2))) for r in earned)
+    def update(*args: Any, **kwargs: Any) -> dict[str, float]:
+        call = inspect.signature(own["update"]).bind(*args, **kwargs).arguments
+        policy, weights = call["model"], next(call["model"].parameters())
+        if not notes["start"]:
+            notes["start"].append(weights.detach().clone())
+        notes["stays"].append(torch.equal(next(call["reference"].parameters()), notes["start"][0]))
+        with torch.no_grad():
+            weights += 1
+        trained = {id(p) for group in call["optimizer"].param_groups for p in group["params"]}
+        notes["owned"].append(trained == {id(p) for p in policy.parameters()})
+        notes["tasks"].append(set(notes.pop("seeds")))
+        notes["masks"].append(call["mask"])
+        questions = notes["questions"]
+        notes["groups"] += [questions[i : i + m.G] for i in range(0, len(questions), m.G)]
+        return {"kl": 0.0, "clipped": 0.0, "gradient": 0.0}
+
+    for function in (ask, encode, sample, reward, group_advantages, evaluate, update):
+        setattr(m, function.__name__, function)
+    accuracies, length = m.train(), len(m.tokenizer.encode("<answer>1</answer>")) + 1
+    tasks = set().union(*notes["tasks"])
     return {
-        "answers_meet_their_questions": halves and len(earned) == m.UPDATES,
-        "only_answers_are_trained": all(u["mask"].shape[1] == u["mask"].sum(1).max()
-                                        == len(m.tokenizer.encode("<answer>1</answer>")) + 1
-                                        for u in updates),
-        "groups_share_a_question": all(len(set(group)) == 1 for group in groups),
-        "updates_have_new_tasks": sum(map(len, seeds)) == len(set().union(*seeds))
-        and all(len(s) == m.P for s in seeds),
-        "evaluation_is_held_out": bool(phases) and not set().union(*seeds) & set().union(*phases),
+        "answers_meet_their_questions": all(notes["halves"]) and len(notes["halves"]) == m.UPDATES,
+        "only_answers_are_trained": all(mask.shape[1] == length for mask in notes["masks"]),
+        "groups_share_a_question": all(len(set(group)) == 1 for group in notes["groups"]),
+        "updates_have_new_tasks": [len(t) for t in notes["tasks"]] == [m.P] * m.UPDATES
+        and len(tasks) == m.P * m.UPDATES,
+        "evaluation_is_held_out": bool(notes["held out"]) and not tasks & {*notes["held out"]},
         "accuracy_counts_the_right": all(abs(a - 0.5) < 0.01 for a in accuracies),
-        "reference_stays": all(stays),
-        "optimizer_has_the_policy": all(owned),
-    }  # fmt: skip
+        "reference_stays": all(notes["stays"]),
+        "optimizer_has_the_policy": all(notes["owned"]),
+    }
 
 
-PROBES: dict[Callable[[ModuleType], Answers], list[str]] = {}
-for _probe, _first, _last in (
-    (reward, "answer_is_between_tags", "zero_is_an_answer"),
-    (encode, "prompts_end_together", "prompts_open_the_turn"),
-    (sample, "draws_are_the_policys", "logprobs_are_of_the_next_token"),
-    (padding, "padding_is_not_seen", "padding_is_not_seen"),
-    (group_advantages, "own_group_alone", "equal_rewards_teach_nothing"),
-    (compute_loss, "good_tokens_rise", "kl_pulls_back"),
-    (update, "old_is_fixed", "long_gradients_are_scaled"),
-    (train, "answers_meet_their_questions", "optimizer_has_the_policy"),
-):
-    _names = list(FACTS)
-    PROBES[_probe] = _names[_names.index(_first) : _names.index(_last) + 1]
+PROBES: dict[Callable[[Any], Answers], list[str]] = {
+    reward: ["answer_is_between_tags", "zero_is_an_answer"],
+    encode: ["prompts_end_together", "prompts_open_the_turn"],
+    sample: ["draws_are_the_policys", "one_temperature", "end_is_trained", "nothing_after_the_end",
+             "logprobs_are_of_the_next_token"],
+    padding: ["padding_is_not_seen"],
+    group_advantages: ["own_group_alone", "group_adds_up_to_zero", "unit_deviation",
+                       "equal_rewards_teach_nothing"],
+    compute_loss: ["good_tokens_rise", "only_the_mask_is_trained", "tokens_count_alike",
+                   "weights_add_up_to_one", "gradient_has_the_ratio", "clip_holds_back",
+                   "clip_lets_return", "kl_pulls_back"],
+    update: ["old_is_fixed", "old_has_no_gradient", "rows_belong_together",
+             "each_row_once_per_pass", "a_step_follows_its_own_gradient",
+             "long_gradients_are_scaled"],
+    train: ["answers_meet_their_questions", "only_answers_are_trained", "groups_share_a_question",
+            "updates_have_new_tasks", "evaluation_is_held_out", "accuracy_counts_the_right",
+            "reference_stays", "optimizer_has_the_policy"],
+}  # fmt: skip
 
 
-@contextlib.contextmanager
+@contextmanager
 def set_back(module: ModuleType) -> Iterator[None]:
     """Gives the module its own functions and constants back at the end."""
     own = dict(vars(module))
