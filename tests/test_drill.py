@@ -30,7 +30,7 @@ SAME_IN_OTHER_WORDS = [  # right, and not our text
      "targets = ids[:, -n:]\n"
      "    return -torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, "
      "reduction='none')"),
-    ("sample", "torch.multinomial(logits.softmax(-1), 1)",
+    ("sample", "p.multinomial(1)",
      "torch.distributions.Categorical(logits=logits).sample()[:, None]"),
     ("reward", "return 1.0 if int(found[0]) == right else 0.1",
      "return 1.0 if found == [str(right)] else 0.1"),
@@ -43,7 +43,7 @@ NEW_MISTAKES = [  # none of the drill's own
     ("ratio = (logprobs - old).exp()", "ratio = 1 + logprobs - old", "gradient_has_the_ratio"),
     ("- surrogate) * mask).sum()", "- surrogate)).sum()", "only_the_mask_is_trained"),
     ("(rewards == 1.0)", "(rewards > 0)", "accuracy_counts_the_right"),
-    ("drawn\n", "logits.argmax(-1, keepdim=True)\n", "draws_are_the_policys"),
+    ("p.multinomial(1)", "p.argmax(-1, keepdim=True)", "draws_are_the_policys"),
     ("model, prompts, attention, greedy)", "model, prompts, attention, greedy)\n"
      "    right = right[1:] + right[:1]", "answers_meet_their_questions"),
 ]  # fmt: skip
@@ -88,8 +88,8 @@ def test_a_new_mistake_breaks_a_fact(ours: str, theirs: str, fact: str) -> None:
 def test_a_new_mistake_is_named_and_not_counted(tmp_path: Path) -> None:
     file = tmp_path / "drill.py"
     file.write_text(drill.SOURCE.replace("kl - surrogate", "kl + surrogate"), encoding="utf-8")
-    repaired, new = drill.check(file, drill.draw(1))
-    assert repaired == 3 and any(FACTS["good_tokens_rise"] in sentence for sentence in new)
+    left, new = drill.check(file, drill.draw(1))
+    assert left == [] and any(FACTS["good_tokens_rise"] in sentence for sentence in new)
 
 
 def test_repairing_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,26 +103,28 @@ def test_repairing_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixtu
         unrelated = re.sub(r"\blogits\b", "scores", text.replace("scores", "found"))
         unrelated = unrelated.replace(".scores", ".logits") + "\n# a comment\n"
         file.write_text(re.sub(r'^"""', first_line + "\n", unrelated, count=1), encoding="utf-8")
-        assert drill.check(file, names) == (repaired, [])
+        assert drill.check(file, names) == (names[repaired:], [])
         code = drill.execute(["--check", "--file", str(file)])
         assert code == (0 if repaired == 3 else 1)
         assert f"{repaired} of 3 repaired." in capsys.readouterr().out
 
 
 def test_hints_narrow_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "drill.py"
+    """They are about the first fault that is left."""
+    file, names = tmp_path / "drill.py", drill.draw(1)
     drill.write(1, file)
-    for number, name in enumerate(drill.draw(1), 1):
-        shown = []
-        for level in ("1", "2", "3"):
-            assert drill.execute(["--file", str(file), "--hint", str(number), level]) == 0
-            shown.append(capsys.readouterr().out)
-        assert "accuracy" in shown[0] and f"`{FAULTS[name].function}`" in shown[1]
-        line = shown[2].partition(": ")[2].strip()
-        assert line in drill.SOURCE and line not in file.read_text(encoding="utf-8")
+    head = file.read_text(encoding="utf-8").partition("\n")[0]
+    file.write_text(re.sub('^"""', head + "\n", drill.with_faults(names[1:])), encoding="utf-8")
+    shown = []
+    for level in ("1", "2", "3"):
+        assert drill.execute(["--file", str(file), "--hint", level]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "accuracy" in shown[0] and f"`{FAULTS[names[1]].function}`" in shown[1]
+    line = shown[2].partition(": ")[2].strip()
+    assert line in drill.SOURCE and line not in file.read_text(encoding="utf-8")
     assert drill.execute(["--file", str(file), "--answers"]) == 0
     answers = capsys.readouterr().out
-    assert all(FAULTS[name].source in answers for name in drill.draw(1))
+    assert all(FAULTS[name].source in answers for name in names)
 
 
 def test_every_fault_was_measured_and_five_runs_without_one() -> None:
@@ -143,6 +145,9 @@ def test_mistakes_are_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert drill.execute(["--file", str(file), "--check"]) == 2
     file.write_text(given + "\nsyntax error", encoding="utf-8")
     assert drill.execute(["--file", str(file), "--check"]) == 2
+    file.write_text(given.replace("def play(", "def plays("), encoding="utf-8")
+    assert drill.execute(["--file", str(file), "--check"]) == 2
+    assert "lacks play" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         drill.execute(["--hint", "4"])
 

@@ -3,8 +3,8 @@
     python -m core.workshop.drill               # writes drill.py; --seed 7: with other faults
     python drill.py                             # runs it: ten updates, about a minute
     python -m core.workshop.drill --check       # how many are repaired, and what is newly broken
-    python -m core.workshop.drill --hint 1      # what the first does to a run; 1 2: the function;
-                                                # 1 3: the line
+    python -m core.workshop.drill --hint 1      # what the first that is left does to a run;
+                                                # 2: its function; 3: its line
     python -m core.workshop.drill --answers     # all three, with who reported them
 
 The check calls the functions of the file and looks at what they do, so every right repair counts.
@@ -27,20 +27,20 @@ HERE = Path(__file__)
 SOURCE = (HERE.parent / "drill_loop.py").read_text(encoding="utf-8")
 RUNS = HERE.parents[2] / "runs/drill/runs.jsonl"  # with one fault each, and without
 NUMBER_OF_FAULTS = 3
-TASK = '''"""Drill {seed}: this run of GRPO works, and is wrong in three places. Repair them. The
-docstrings are right; keep all names. `python -m core.workshop.drill --help` says what helps."""'''
+TASK = '''"""Drill {seed}: this GRPO run raises no error, and is wrong in three places. Repair them.
+The docstrings are right; keep all names. `python -m core.workshop.drill --help` says what helps.
+"""'''
 
 
 def draw(seed: int) -> list[str]:
-    """The names of three faults that break different facts and change different lines."""
-    names = random.Random(seed).sample(list(FAULTS), len(FAULTS))
+    """The names of three faults in different functions that break different facts, from the top."""
     chosen: list[str] = []
-    for name in names:
+    for name in random.Random(seed).sample(list(FAULTS), len(FAULTS)):
         broken = {fact for other in chosen for fact in FAULTS[other].breaks}
         functions = {FAULTS[other].function for other in chosen}
         if not broken & set(FAULTS[name].breaks) and FAULTS[name].function not in functions:
             chosen.append(name)
-    return chosen[:NUMBER_OF_FAULTS]
+    return sorted(chosen[:NUMBER_OF_FAULTS], key=lambda name: SOURCE.index(FAULTS[name].change[0]))
 
 
 def with_faults(names: list[str]) -> str:
@@ -77,13 +77,19 @@ def seed_of(file: Path) -> int:
     return int(found[1])
 
 
-def check(file: Path, names: list[str]) -> tuple[int, list[str]]:
-    """How many of the faults are repaired, and sentences about what is newly broken."""
-    given, found = ask_all(as_module(with_faults(names))), ask_all(load(file))
-    repaired = [name for name in names if not set(FAULTS[name].breaks) & set(found)]
+def check(file: Path, names: list[str]) -> tuple[list[str], list[str]]:
+    """Which of the faults are left, and sentences about what is newly broken.
+
+    Raises UsageError if the file cannot be imported or lacks a name that the loop has.
+    """
+    module, right = load(file), as_module(SOURCE)
+    if missing := [name for name in vars(right) if not hasattr(module, name)]:
+        raise UsageError(f"{file} lacks {', '.join(missing)}: keep the names that it was given")
+    given, found = ask_all(as_module(with_faults(names))), ask_all(module)
+    left = [name for name in names if set(FAULTS[name].breaks) & set(found)]
     new = [f"{FACTS[fact]}{f' ({error})' if error else ''}"
            for fact, error in found.items() if fact not in given]  # fmt: skip
-    return len(repaired), new
+    return left, new
 
 
 def as_module(text: str) -> ModuleType:
@@ -101,7 +107,7 @@ def hint(name: str, level: int) -> str:
         return ("A run with this fault alone, and one without a fault: accuracies, last update\n"
                 f"   with it        {lines[0]}\n   without it     {lines[1]}")  # fmt: skip
     if level == 2:
-        return f"It is in `{fault.function}`, or in a constant that this function reads."
+        return f"It is in what `{fault.function}` does."
     return f"The right line: {changed_line(fault)}"
 
 
@@ -127,14 +133,8 @@ def execute(arguments: list[str]) -> int:
     parser.add_argument("--file", type=Path, default=Path("drill.py"), help="of the drill")
     parser.add_argument("--check", action="store_true", help="how many are repaired")
     parser.add_argument("--answers", action="store_true", help="what was wrong")
-    parser.add_argument(
-        "--hint", type=int, nargs="+", metavar=("FAULT", "LEVEL"),
-        help="about a fault, 1 to 3; LEVEL 1: its effect, 2: function, 3: line",
-    )  # fmt: skip
+    parser.add_argument("--hint", type=int, choices=(1, 2, 3), help="about the first that is left")
     options = parser.parse_args(arguments)
-    number, level = (*(options.hint or [1]), 1)[:2]
-    if number not in (1, 2, 3) or level not in (1, 2, 3) or len(options.hint or []) > 2:
-        parser.error("--hint takes a fault, 1 to 3, and a level, 1 to 3")
     try:
         if not (options.check or options.hint or options.answers):
             write(options.seed, options.file)
@@ -142,23 +142,22 @@ def execute(arguments: list[str]) -> int:
                   "--check says how many of its three faults are repaired.")  # fmt: skip
             return 0
         names = draw(seed_of(options.file))
-        if options.hint:
-            print(hint(names[number - 1], level))
-            return 0
         if options.answers:
             print_answers(names)
             return 0
-        repaired, new = check(options.file, names)
+        left, new = check(options.file, names)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{repaired} of {len(names)} repaired.")
-    for sentence in new:
-        print(f"Newly broken: it does not hold that {sentence}.")
-    if repaired == len(names) and not new:
-        print("python -m core.workshop.drill --answers says who made these mistakes before you.")
+    if options.hint:
+        print(hint(left[0], options.hint) if left else "No fault is left.")
         return 0
-    return 1
+    print(f"{len(names) - len(left)} of {len(names)} repaired.")
+    for sentence in new:
+        print(f"No longer true: {sentence}.")
+    if not left and not new:
+        print("python -m core.workshop.drill --answers says who made these mistakes before you.")
+    return 1 if left or new else 0
 
 
 def print_answers(names: list[str]) -> None:

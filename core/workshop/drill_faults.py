@@ -50,8 +50,7 @@ FAULTS = {
         "multinomial gets logits, whose negative ones were cut off as it complained: all but the "
         "likeliest tokens are drawn far too often.",
         ("draws_are_the_policys",),
-        ("torch.multinomial(logits.softmax(-1), 1)",
-         "torch.multinomial(logits.clamp(min=1e-6), 1)"),
+        ("p = logits.softmax(-1)", "p = logits.clamp(min=1e-6)"),
     ),
     "temperature_in_training_alone": Fault(
         "sample", "tinker-feedback #148",
@@ -118,7 +117,9 @@ FAULTS = {
         "group_advantages", "rllm #776",
         "The mean is not subtracted: every answer with a reward is made likelier.",
         ("group_adds_up_to_zero", "equal_rewards_teach_nothing"),
-        ("((groups - mean) / (std + 1e-4))", "(groups / (std + 1e-4))"),
+        ("mean, std = groups.mean(1, keepdim=True), groups.std(1, keepdim=True)",
+         "std = groups.std(1, keepdim=True)",
+         "((groups - mean) / (std + 1e-4))", "(groups / (std + 1e-4))"),
     ),
     # the loss
     "mean_of_row_means": Fault(
@@ -186,10 +187,10 @@ FAULTS = {
         "update", "graphstorm #1366, VGRNN #4",
         "The gradient is scaled after the step that has used it.",
         ("long_gradients_are_scaled",),
-        ("            length = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        ("            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
          "            optimizer.step()\n",
          "            optimizer.step()\n"
-         "            length = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"),
+         "            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"),
     ),
     "advantages_not_shuffled": Fault(
         "update", "ddpo-pytorch #29, drl-zh #17",
@@ -220,9 +221,10 @@ FAULTS = {
     ),
     "reference_is_the_policy": Fault(
         "train", "ChatGLM-Efficient-Tuning #380",
-        "The reference is the model that is trained, not a copy: the KL is always 0.",
+        "A shallow copy shares the policy's weights, so the reference moves with it and the KL is "
+        "always 0.",
         ("reference_stays",),
-        ("copy.deepcopy(model).requires_grad_(False)", "model"),
+        ("copy.deepcopy(model).requires_grad_(False)", "copy.copy(model)"),
     ),
     "optimizer_of_another_model": Fault(
         "train", "open-rl #80",

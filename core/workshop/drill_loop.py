@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from core.tiny import PRETRAINED  # the folder of a Qwen3 with 0.9M weights
 from environments.letter_counting import LetterCounting
 
-P, G = 16, 8  # tasks of an update; answers to each, a group. B = P · G rows
+P, G = 16, 8  # tasks of an update; answers to each, a group. A batch has B = P · G rows
 MAX_TOKENS = 40  # of an answer
 TEMPERATURE = 1.2  # the policy is softmax(logits / TEMPERATURE), in sampling and in training
 UPDATES, EPOCHS, MINIBATCHES = 10, 2, 2  # passes over the answers of an update; steps of a pass
@@ -37,8 +37,8 @@ def reward(text: str, right: int) -> float:
 
 
 def encode(questions: list[str]) -> tuple[Tensor, Tensor]:
-    """Chat prompts that open the model's turn: ids [B, L], padded on the left, so that all answers
-    begin at L; and which of them are no padding, [B, L] of 0 and 1."""
+    """Chat prompts that open the model's turn: ids [B, T-N], padded on the left, so that answers
+    all begin in one column; and which of them are no padding, of the same shape, 0 and 1."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     batch = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
@@ -54,8 +54,8 @@ def sample(model, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor,
     ended = torch.zeros(len(ids), dtype=torch.bool)
     while len(answers) < MAX_TOKENS and not ended.all():
         logits = model(last, attention, None, cache).logits[:, -1] / TEMPERATURE  # [B, V]
-        drawn = torch.multinomial(logits.softmax(-1), 1)  # [B, 1]
-        last = logits.argmax(-1, keepdim=True) if greedy else drawn
+        p = logits.softmax(-1)
+        last = p.argmax(-1, keepdim=True) if greedy else p.multinomial(1)  # [B, 1]
         answers.append(last)
         attention = torch.cat([attention, torch.ones_like(last)], dim=1)
         ended |= last[:, 0] == END
@@ -81,9 +81,9 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 def compute_loss(logprobs, old, ref, advantages, mask) -> tuple[Tensor, dict[str, float]]:
     """GRPO's loss: the mean over all tokens of answers, whatever their row, of
-    -min(ρ A, clip(ρ, 1 ± CLIP) A) + BETA · KL(policy | reference), where ρ = π / π_old.
-    `advantages` [b], the others [b, N]: log-probs now, before the first step of the update, and of
-    the reference; the mask of the answers. The estimator of the KL is k3, at least 0."""
+    -min(ρ A, clip(ρ, 1 ± CLIP) A) + BETA · KL(π ‖ reference), where ρ = π / π_old.
+    Each row has one advantage, and N of the others: the log-probs now, those before the update's
+    first step (`old`) and of the reference (`ref`), and the mask. The KL's estimator is k3."""
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     surrogate = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
@@ -105,9 +105,9 @@ def update(model, reference, optimizer, ids, attention, mask, advantages) -> dic
             loss, numbers = compute_loss(now, old[rows], ref[rows], advantages[rows], mask[rows])
             optimizer.zero_grad()
             loss.backward()
-            length = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-    return numbers | {"gradient": length.item()}
+    return numbers | {"gradient": norm.item()}
 
 
 def play(model, seeds, greedy=False) -> tuple[Tensor, ...]:
