@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -40,6 +40,7 @@ from core.policy import Float32Head, Policy
 from core.prefix_sharing import ATTENTION, make_tree
 
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
+NEVER = -30.0  # log-prob of a token that is not sampled, ever
 MAX_SHARING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
 HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer before its models are read from the cache
@@ -232,7 +233,7 @@ def _check_logits(subject: str, policy: Policy) -> None:
         ours = policy.to_logits(policy.hidden_states(input_ids)[0])
     if not expected.isfinite().all():
         raise UsageError(f"{subject}: its logits are not finite")
-    gap = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+    gap = _gaps(ours.log_softmax(-1), expected.log_softmax(-1)).max().item()
     if not gap < (MAX_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT):
         raise UsageError(f"{subject}: this kind of model is not supported: log-probs "
                          f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
@@ -318,12 +319,20 @@ def _sharing_gap(policy: Policy) -> float:
     for row, ids in enumerate(whole):
         hidden = torch.cat([separate[row, : len(ids)], shared[0, tree.nodes[row, : len(ids)]]])
         expected, found = policy.to_logits(hidden).log_softmax(-1).chunk(2)
-        gaps.append((found - expected).abs())
+        gaps.append(_gaps(found, expected))
         if row < len(rest):
             sampled = cache.logits[row].float().log_softmax(-1)
-            gaps.append((sampled - expected[len(prompts[prompt_of[row]])]).abs())
+            gaps.append(_gaps(sampled, expected[len(prompts[prompt_of[row]])]))
     exact = policy.dtype.itemsize >= 4
     return torch.stack([gap.max() if exact else gap.mean() for gap in gaps]).max().item()
+
+
+def _gaps(found: Tensor, expected: Tensor) -> Tensor:
+    """The differences of two tensors of log-probs, without those of tokens that are never sampled.
+
+    A logit of -1000 rounds by more than a likely one, and decides nothing.
+    """
+    return (found - expected)[expected > NEVER].abs()
 
 
 @contextmanager

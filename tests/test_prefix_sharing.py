@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import load_small, rollouts_of, save_small
 from torch.nn.functional import rms_norm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import core.loading as loading
 from algorithms.token_logprobs import token_logprobs
@@ -151,3 +152,22 @@ def test_a_model_whose_log_probs_would_differ_shares_no_prefixes(qwen3_folder, m
     policy = load_policy(Config(device="cpu"), str(qwen3_folder))
     assert not policy.shares_prefixes
     assert re.search(r"log-probs would be \S+ nats off", policy.remarks[0])
+
+
+def test_the_rounding_of_a_token_that_is_never_sampled_refuses_nothing(qwen3_folder, tmp_path):
+    """Its logit is -10,000 or so, rounds by more than the limit, and its probability is 0."""
+    model = AutoModelForCausalLM.from_pretrained(qwen3_folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+        model.model.embed_tokens.weight[:, 0] = 1
+        model.lm_head.weight[7] = 0
+        model.lm_head.weight[7, 0] = -1e5
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(qwen3_folder).save_pretrained(tmp_path)
+    policy = load_policy(Config(device="cpu"), str(tmp_path))
+    assert policy.shares_prefixes and not policy.remarks
+
+    expected = torch.tensor([[-0.1, -2.0, -29.0, -900.0]])
+    found = expected + torch.tensor([[0.0, 0.02, -0.01, 3.0]])
+    assert loading._gaps(found, expected).tolist() == pytest.approx([0.0, 0.02, 0.01], abs=1e-5)

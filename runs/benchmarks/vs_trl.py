@@ -235,9 +235,9 @@ def picorl(
     collect, log = play.collect, Run.log
 
     def collect_rollouts(*args: Any) -> Any:
-        played = collect(*args)
+        played, canary = collect(*args)
         timer.prompt_tokens = len(played.sampled[0].turns[0].prompt_ids)
-        return played
+        return played, canary
 
     def end_step(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> bool:
         stop = log(run, update, metrics, rollouts)
