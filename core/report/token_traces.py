@@ -89,7 +89,7 @@ def loss_terms(
     """What the terms of the `traced` [S] tokens are made of, by name: vectors [S], else NaN.
 
         step                        the last gradient step of the update that had the token
-        now                         log π in it, before the weights change; if there were several
+        now                         log π in it, before the weights change
         ratio, clipped_ratio        ρ and clip(ρ)
         token_weight, weight        u and w
         surrogate                   the term is -u w surrogate
@@ -122,13 +122,11 @@ def loss_terms(
     by = dict(zip(leaves, gradients, strict=True))
     surrogate = -by["importance_weights"] / leaves["token_weights"]
     computed = {
-        "step": found["step"][numbers],
+        "step": found["step"][numbers], "now": leaves["logprobs"],
         "ratio": tokens.ratio, "clipped_ratio": tokens.clipped_ratio,
         "token_weight": leaves["token_weights"], "weight": leaves["importance_weights"],
         "surrogate": surrogate, "push": -by["logprobs"],
     }  # fmt: skip
-    if stats.step > 2:
-        computed["now"] = leaves["logprobs"]
     if "values" in leaves:
         computed |= {
             "value": leaves["values"], "old_value": tokens.old_values,
@@ -152,7 +150,7 @@ def loss_terms(
 
 def _numbers(vectors: dict[str, Tensor]) -> dict[str, Any]:
     """Of each vector its numbers, one if all are equal; without those of which none is known."""
-    lists = {name: [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector.tolist()]
+    lists = {name: [float(f"{x:.7g}") if math.isfinite(x) else None for x in vector.tolist()]
              for name, vector in vectors.items()}  # fmt: skip
     found = {name: x if len({*x}) > 1 else x[0] for name, x in lists.items() if x}
     return {name: x for name, x in found.items() if x is not None}
