@@ -239,7 +239,7 @@ def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
     ]
     equal = len(set(advantages)) == 1
     terms = {
-        name: [_number(y, 7) for y in x] if isinstance(x, list) else _number(x, 7)
+        name: [*map(_number, x)] if isinstance(x, list) else _number(x)
         for name, x in trace.items()
         if name not in FIELDS and (not isinstance(x, list) or len(x) == len(texts))
     }
@@ -251,8 +251,8 @@ def _to_units(value: Any) -> int | None:
     return None if number is None else round(value * 1_000_000)
 
 
-def _number(value: Any, digits: int = 6) -> float | None:
-    """The number to that many digits; None for what is not a number below 1e300."""
+def _number(value: Any) -> float | None:
+    """The number to six digits; None for what is not a number below 1e300."""
     if not isinstance(value, (bool, int, float)) or not abs(value) < 1e300:
         return None
-    return value if isinstance(value, int) else float(f"{value:.{digits}g}")
+    return value if isinstance(value, int) else float(f"{value:.6g}")

@@ -90,10 +90,11 @@ def loss_terms(
 
         step                        the last gradient step of the update that had the token
         now                         log π in it, before the weights change
-        ratio, clipped_ratio        ρ and clip(ρ)
+        ratio, clipped_ratio        ρ; clip(ρ), where it differs
         token_weight, weight        u and w
         surrogate                   the term is -u w surrogate
-        push                        -d loss / d log π; above 0: the step asks for a likelier token
+        push                        -d loss / d log π is u push; above 0: a likelier token is asked
+                                    for; known where it is not w surrogate
         value, old_value, target    v, v° and the target, with a value head
         value_term                  the term of the value is u value_term
         return, mean, std           of the returns that A is made of, if it is
@@ -104,11 +105,12 @@ def loss_terms(
     dropped = stats.step - 1 if 0 < cfg.options.target_kl < stats.approx_kl else 0
     mine = [(step, {name: x[traced[seen["number"]]] for name, x in seen.items()})
             for step, seen in stats.passes if step != dropped]  # fmt: skip
-    found: dict[str, Tensor] = defaultdict(lambda: torch.full((len(batch),), torch.nan))
+    unknown = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+    found: dict[str, Tensor] = defaultdict(unknown.clone)
     for step, seen in sorted(distributed.all_gather(mine), key=lambda part: part[0]):
         numbers = seen.pop("number")
         for name, x in seen.items():
-            found[name][numbers] = x.float()
+            found[name][numbers] = x.double()
         found["step"][numbers] = step
     numbers = found["step"].isfinite().nonzero().squeeze(1)  # [n], all tokens of some rollouts
     if not len(numbers):
@@ -120,18 +122,19 @@ def loss_terms(
         loss, _ = algo.compute_loss(tokens, cfg.options)
     gradients = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
     by = dict(zip(leaves, gradients, strict=True))
-    surrogate = -by["importance_weights"] / leaves["token_weights"]
+    u, w = leaves["token_weights"], leaves["importance_weights"]
+    surrogate = -by["importance_weights"] / u
     computed = {
         "step": found["step"][numbers], "now": leaves["logprobs"],
-        "ratio": tokens.ratio, "clipped_ratio": tokens.clipped_ratio,
-        "token_weight": leaves["token_weights"], "weight": leaves["importance_weights"],
-        "surrogate": surrogate, "push": -by["logprobs"],
+        "ratio": tokens.ratio, "clipped_ratio": _unlike(tokens.clipped_ratio, tokens.ratio),
+        "token_weight": u, "weight": w, "surrogate": surrogate,
+        "push": _unlike(-by["logprobs"] / u, w * surrogate),
     }  # fmt: skip
     if "values" in leaves:
         computed |= {
             "value": leaves["values"], "old_value": tokens.old_values,
             "target": tokens.value_targets,
-            "value_term": by["token_weights"] + leaves["importance_weights"] * surrogate,
+            "value_term": by["token_weights"] + w * surrogate,
         }  # fmt: skip
     elif "reward_parts" not in needs(cfg):
         turns, options = turns_of(batch), cfg.options
@@ -142,15 +145,17 @@ def loss_terms(
             "std": group_std(turns.returns, scaled),
         }.items():  # fmt: skip
             computed[name] = x[turns.of_token][numbers]
-    return {
-        name: torch.full((len(batch),), torch.nan).index_copy(0, numbers, x.detach().float())
-        for name, x in computed.items()
-    }
+    return {n: unknown.index_copy(0, numbers, x.detach().double()) for n, x in computed.items()}
+
+
+def _unlike(x: Tensor, other: Tensor) -> Tensor:
+    """NaN where `x` is `other` up to rounding."""
+    return x.masked_fill(x.isclose(other, rtol=1e-6, atol=0), torch.nan)
 
 
 def _numbers(vectors: dict[str, Tensor]) -> dict[str, Any]:
     """Of each vector its numbers, one if all are equal; without those of which none is known."""
-    lists = {name: [float(f"{x:.7g}") if math.isfinite(x) else None for x in vector.tolist()]
+    lists = {name: [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector.tolist()]
              for name, vector in vectors.items()}  # fmt: skip
     found = {name: x if len({*x}) > 1 else x[0] for name, x in lists.items() if x}
     return {name: x for name, x in found.items() if x is not None}
