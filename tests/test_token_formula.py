@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from test_report import CONFIG, row, trace, trained, write_report, write_run
 from test_token_traces import rollouts
 
 FLAGS = """--num-updates 1 --num-prompts 6 --group-size 8 --eval-num-tasks 0 --lr 3e-4
@@ -81,24 +82,24 @@ def test_the_numbers_of_the_formula_are_those_of_the_run(
     for t in seen.values():
         sequences.setdefault(t["sequence"], []).append(t)
     page.goto(Path("runs/a/report.html").absolute().as_uri())
-    rows = [row for row in rollouts("a") if row["kind"] == "train"]
-    batch_mean = statistics.fmean(row["return"] for row in rows)
+    rows = [r for r in rollouts("a") if r["kind"] == "train"]
+    batch_mean = statistics.fmean(r["return"] for r in rows)
     count, acts, start = 0, set(), 0
-    for row in rows:
-        tokens = [seen[start + i] for i in range(row["tokens"])]
-        start += row["tokens"]
-        group = [r for r in rows if r["group_id"] == row["group_id"]]
-        if "token_traces" not in row or count >= 300:
+    for logged in rows:
+        tokens = [seen[start + i] for i in range(logged["tokens"])]
+        start += logged["tokens"]
+        group = [r for r in rows if r["group_id"] == logged["group_id"]]
+        if "token_traces" not in logged or count >= 300:
             continue
-        heads = page.locator("#groups article").filter(has_text=row["messages"][0]["content"])
-        button = heads.first.get_by_role("button", name=f"rollout {group.index(row) + 1}:")
+        heads = page.locator("#groups article").filter(has_text=logged["messages"][0]["content"])
+        button = heads.first.get_by_role("button", name=f"rollout {group.index(logged) + 1}:")
         if button.get_attribute("aria-expanded") != "true":
             button.click()
-        after = [x for trace in row["token_traces"] for x in trace["after"]]
+        after = [x for trace in logged["token_traces"] for x in trace["after"]]
         for t, lines, then in zip(tokens, page.evaluate(READ), after, strict=True):
             count += 1
             now, old, A = math.exp(t["logprobs"]), math.exp(t["old_logprobs"]), t["advantages"]
-            u, w, R = t["token_weights"], t["importance_weights"], row["return"]
+            u, w, R = t["token_weights"], t["importance_weights"], logged["return"]
             own, of_sequence = ratios(t, sequences)
             rho = of_sequence if name == "gspo" else own
             check(lines["ratio"], [rho, now, old, own] if name == "gspo" else [now, old, rho])
@@ -140,4 +141,31 @@ def test_the_numbers_of_the_formula_are_those_of_the_run(
     assert acts >= {"unclipped", 1, -1} if clip else not acts  # from above and from below
     page.keyboard.press("ArrowLeft")  # from the last token, which has the focus
     assert page.locator(".inspector .formula").count() == 1
-    assert f"token {row['tokens'] - 1} of" in page.inner_text(".inspector") or count >= 300
+    assert f"token {logged['tokens'] - 1} of" in page.inner_text(".inspector") or count >= 300
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("algo", "terms", "advantage", "why"),
+    [
+        ("grpo", {}, 1.0, "ρ is above the clip and A > 0, so clip(ρ) A acts"),
+        ("grpo", {"surrogate": -3.0}, -1.0, "--grpo.dual-clip bounds its loss"),
+        ("grpo", {"weight": 0.0}, 1.0, "its importance weight is 0"),
+        ("grpo", {"token_weight": 0.0, "surrogate": None}, 1.0, "it is not in the loss"),
+        ("grpo", {"std": 0.0}, 0.0, "A is 0, as the returns of its group are equal"),
+        ("dppo", {"clipped_ratio": None}, 1.0, "m is 0, as |π − π_sampler| = 0.2318 > 0.2 and"),
+    ],
+)
+def test_a_token_that_is_not_pushed_says_why(tab, tmp_path, algo, terms, advantage, why):
+    """π_old is exp(-1), π exp(-0.5108): ρ is 1.63; the sampler's differs a little from π_old."""
+    found = {"step": 1, "now": [-0.5108], "ratio": 1.63, "clipped_ratio": 1.28, "weight": 1.0,
+             "token_weight": 0.25, "surrogate": 1.28, "push": 0.0, **terms}  # fmt: skip
+    traced = trace(["a"], [-0.999], [-1.0], [-0.5], [advantage]) | found
+    config = CONFIG | {"algo": algo, "num_epochs": 1, "num_minibatches": 2, "dppo": {"limit": 0.2},
+                       "grpo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}}  # fmt: skip
+    rows = [row("train", 1, 0, "a", float(i), token_traces=[traced]) for i in range(2)]
+    page = tab[0]
+    page.goto(write_report(write_run(tmp_path, trained(1), rows, config), config).as_uri())
+    said = page.locator("[data-line=push]").inner_text()
+    assert said.startswith(f"Not pushed: {why}")
+    assert "0.6000 at step 1" in page.locator("[data-line=moved]").inner_text()
