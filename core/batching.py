@@ -155,6 +155,7 @@ def to_tokens(rollouts: list[Rollout]) -> Batch:
             table["sampler_logprobs"] += turn.sampler_logprobs
         sequences += begun
     vectors = {name: torch.tensor(table[name], dtype=dtype) for name, dtype in VECTORS.items()}
+    vectors["number"] = torch.arange(len(vectors["rollout"]))
     return Batch(rollouts, sequences, vectors | _reward_parts(rollouts, vectors["rollout"]))
 
 

@@ -25,6 +25,7 @@ from core.types import Rollout
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
 OF_LAST_STEP = ("loss/weight", "loss/echo")  # sums over weighted tokens, not to be divided again
+OF_PASS = {"number", "logprobs", "values", "token_weights", "importance_weights"}  # of each token
 
 
 class UpdateStats:
@@ -44,6 +45,9 @@ class UpdateStats:
         self.loss = self.approx_kl = 0.0
         self.of_last_step: dict[str, float] = {}
         self.grad_norm: float | None = None  # None: no gradient step was attempted
+        # for report.html: the vectors OF_PASS of each micro-batch, and the step that it was part of
+        self.passes: list[tuple[int, dict[str, Tensor]]] = []
+        self.step = 1
         self.num_steps = 0
         # before the first step, over the tokens that were scored: sums of -log π minus the entropy,
         # which is 0 on average, and of its variance
@@ -73,6 +77,10 @@ class UpdateStats:
             of_all["surprise"] = -(tokens.logprobs + tokens.entropy).sum().item()
             of_all["varentropy"] = tokens.varentropy.sum().item()
         _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
+        if self.cfg.microscope:
+            known = tokens.vectors()
+            found = {name: known[name].detach().cpu() for name in OF_PASS & known.keys()}
+            self.passes.append((self.step, found))
 
     def end_minibatch(self, epoch: int) -> None:
         """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""
@@ -91,6 +99,7 @@ class UpdateStats:
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
+        self.step += 1
 
     def means(self, batch: Batch) -> dict[str, float]:
         """The metrics by name; to be called once, after the last step."""

@@ -259,3 +259,8 @@ def test_the_numbers_of_a_chosen_token_stay_in_sight_in_a_narrow_window(tab, tmp
     box = page.locator(".inspector").bounding_box()
     assert box["y"] > 0 and box["y"] + box["height"] <= 800
     assert "token 10 of 2000" in page.inner_text(".inspector")
+    page.locator("[role=option]").nth(1200).focus()
+    token, box = (
+        page.locator(css).bounding_box() for css in ("[aria-selected=true]", ".inspector")
+    )
+    assert token["y"] >= 0 and token["y"] + token["height"] <= box["y"]  # not behind the numbers

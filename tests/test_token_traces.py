@@ -1,15 +1,19 @@
 """Token traces hold what the update computed for each token."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import metrics_of
 
+from algorithms import ppo
+from core.algorithm import load_algorithm
 from core.batching import to_tokens
 from core.config import Config
 from core.files.run_log import read_records
-from core.report.token_traces import _movement, choose_groups, pieces, trace_tokens
+from core.metrics import UpdateStats
+from core.report.token_traces import _movement, choose_groups, loss_terms, pieces, trace_tokens
 from core.scoring import score_tokens
 from core.types import Rollout, Turn
 from environments.base import Env, Step
@@ -51,7 +55,7 @@ def test_traces_cover_every_token_and_the_step_follows_the_advantages(command, m
         assert len(row["token_traces"]) == len(spoken) == len(row["rewards"]) == 3
         for trace, text in zip(row["token_traces"], spoken, strict=True):
             assert "".join(trace["text"]).removesuffix("<|end|>") == text
-            assert len({len(values) for values in trace.values()}) == 1
+            assert len({len(x) for x in trace.values() if isinstance(x, list)}) == 1
             columns = (trace[k] for k in ("advantage", "sampler", "trainer", "after"))
             for a, sampler, trainer, after in zip(*columns, strict=True):
                 assert trainer == pytest.approx(sampler, abs=2e-4)
@@ -91,6 +95,37 @@ def test_each_column_has_the_numbers_of_its_own_tokens(policy):
     assert trace["sampler"] == [-3.0, -3.5] and trace["trainer"] == [-7.0, -7.5]
     after = score_tokens(policy, batch, 0.5)["logprobs"][4:].tolist()
     assert trace["advantage"] == [4.0, 5.0] and trace["after"] == pytest.approx(after, abs=1e-4)
+
+
+@pytest.mark.parametrize("target_kl", [0.0, 0.1])
+def test_terms_are_those_of_the_last_step_that_was_taken(target_kl):
+    """ρ is 2 for both tokens: the clip drops the first, and not the second, whose A is negative."""
+    cfg = Config(algo="ppo", options=ppo.Options(target_kl=target_kl, value_clip=0.0))
+    batch = to_tokens([Rollout("e", "p", 0, 0, turns=[Turn([1], [2], [0.0], "stop", r)])
+                       for r in (1.0, 0.0)])  # fmt: skip
+    old = torch.tensor([0.25, 0.25]).log()
+    batch.add({"old_logprobs": old, "advantages": torch.tensor([1.0, -1.0]),
+               "in_loss": torch.ones(2) > 0, "old_values": torch.tensor([0.5, 0.5]),
+               "value_targets": torch.tensor([1.0, 0.5])})  # fmt: skip
+    stats, weights = UpdateStats(cfg), torch.tensor([1.0, 0.5])
+    for probability in (0.25, 0.5, 0.75)[: 3 if target_kl else 2]:
+        seen = {"number": torch.arange(2), "logprobs": torch.full((2,), probability).log(),
+                "values": torch.tensor([0.6, 0.5]), "token_weights": torch.tensor([0.5, 0.5]),
+                "importance_weights": weights}  # fmt: skip
+        stats.passes.append((stats.step, seen))
+        stats.step += 1
+    stats.approx_kl = 0.2  # of the last step
+    found = loss_terms(cfg, batch, torch.ones(2) > 0, load_algorithm(cfg), stats)
+    expected = {
+        "step": [2, 2], "now": [-0.693147, -0.693147], "ratio": [2, 2], "clipped_ratio": [1.2, 1.2],
+        "token_weight": [0.5, 0.5], "weight": [1, 0.5], "surrogate": [1.2, -2],
+        "push": [0, math.nan],  # of the second: as the surrogate has it, w ρ A
+        "value": [0.6, 0.5], "old_value": [0.5, 0.5], "target": [1, 0.5],
+        "value_term": [0.5 * 0.4**2 / 2, 0],
+    }  # fmt: skip
+    assert {name: x.tolist() for name, x in found.items()} == {
+        name: pytest.approx(x, abs=1e-6, nan_ok=True) for name, x in expected.items()
+    }
 
 
 def test_a_character_of_several_tokens_appears_at_its_last_token(policy):

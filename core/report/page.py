@@ -39,6 +39,7 @@ PAGE_BYTES = 9_500_000
 CURVE_POINTS = 300  # of a metric; more than a screen can show
 TEXT_CHARS = 8000  # of a rollout
 ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that no rollout lacks
+FIELDS = ("text", "sampler", "trainer", "after", "advantage")  # of every token trace
 BatchKey = tuple[str, int]  # kind ("train" or "eval") and update
 
 
@@ -223,14 +224,12 @@ def _messages(messages: list[Record], chars: int) -> list[list[str]]:
 
 
 def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
-    """The tokens of a turn as [texts, sampler, trainer - sampler, after - trainer, advantages].
+    """A turn as [texts, sampler, trainer - sampler, after - trainer, advantages, terms].
 
-    The numbers are integers in units of 1e-4; advantages are one integer if all are equal. None if
-    the turn has no trace.
+    The numbers are integers in units of 1e-6; advantages are one integer if all are equal. `terms`
+    are those of the loss, as token_traces.py has them. None if the turn has no trace.
     """
-    texts, *columns = (
-        trace.get(name, []) for name in ("text", "sampler", "trainer", "after", "advantage")
-    )
+    texts, *columns = (trace.get(name, []) for name in FIELDS)
     if not texts or {len(column) for column in columns} != {len(texts)}:
         return None
     sampler, trainer, after, advantages = ([_to_units(x) for x in column] for column in columns)
@@ -239,12 +238,17 @@ def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
         for first, second in ((sampler, trainer), (trainer, after))
     ]
     equal = len(set(advantages)) == 1
-    return [texts, sampler, *differences, advantages[0] if equal else advantages]
+    terms = {
+        name: [*map(_number, x)] if isinstance(x, list) else _number(x)
+        for name, x in trace.items()
+        if name not in FIELDS and (not isinstance(x, list) or len(x) == len(texts))
+    }
+    return [texts, sampler, *differences, advantages[0] if equal else advantages, terms]
 
 
 def _to_units(value: Any) -> int | None:
     number = _number(value)
-    return None if number is None else round(value * 10_000)
+    return None if number is None else round(value * 1_000_000)
 
 
 def _number(value: Any) -> float | None:
