@@ -5,6 +5,7 @@ tyro parses the flags, prints --help, and reports mistakes in a box with exit co
 """
 
 import dataclasses
+import gc
 import os
 import re
 import sys
@@ -265,6 +266,8 @@ def answer_at_once(args: list[str]) -> None:
         code = execute(_check, args, starting=True)
     except BrokenPipeError:  # --help | head
         os._exit(0)  # at its usual exit Python would write once more
+    finally:
+        gc.freeze()  # the garbage collector skips torch: saves 0.3 s at the exit
     if code:
         sys.exit(code)
 
