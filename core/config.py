@@ -569,8 +569,6 @@ def _problems(cfg: Config) -> Iterator[str]:
     yield from _task_problems(cfg)
     yield from _opponent_problems(cfg)
     yield from _algorithm_problems(cfg)
-    for spec in (*cfg.env, *cfg.eval_env):
-        _ = spec.values  # raises UsageError
 
 
 def _algorithm_problems(cfg: Config) -> Iterator[str]:

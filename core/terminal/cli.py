@@ -273,7 +273,10 @@ def answer_at_once(args: list[str]) -> None:
 
 
 def _check(cfg: Config) -> int:
-    config.validate(config.resolve(cfg))
+    cfg = config.resolve(cfg)
+    config.validate(cfg)
+    for spec in (*cfg.env, *cfg.eval_env):
+        _ = spec.values  # raises UsageError for an option that the environment has not
     return 0
 
 
