@@ -1,7 +1,7 @@
 """What picoRL changes in other libraries while it runs. It does so here and nowhere else.
 
 Each of these is for something that the library has no argument and no hook for; its docstring says
-why, and when it can go. Found in transformers 5.17 to 5.24 and vLLM 0.32.
+why, and when it can go. Found in transformers 5.17 to 5.24 and vLLM 0.32 and 0.33.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -51,7 +51,8 @@ def pytest_collection():
     try:
         return (yield)
     finally:
-        gc.freeze()
+        if "triton" not in sys.modules:  # its version 3.9 prints what is not collected
+            gc.freeze()
         gc.enable()
 
 

@@ -23,6 +23,7 @@ from core.extras import chat
 from core.faults import Fault, UsageError
 from core.files.run_folder import config_to_dict, quoted, read_config
 from core.terminal import cli
+from environments.plumbing.registry import ENVIRONMENTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -275,6 +276,49 @@ def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transform
         assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
     for name in {*vars(Config())} - {"options", "template_date", "has_file"}:
         assert config.flag(name) in done.stdout
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    ("--env nonsense", "unknown environment 'nonsense'"),
+    ("--env reverse --eval-env Snake:size=4", "did you mean snake?"),
+    ("--env reverse:length", "write options as key=value"),
+    ("--num-updates -1 --algo ppo", "--num-updates must be from 0 to 1,000,000,000, not -1"),
+])  # fmt: skip
+def test_what_no_other_setting_makes_right_is_answered_before_torch_is_imported(
+    tmp_path, args, message
+):
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    done = subprocess.run([sys.executable, "train.py", *args.split()], cwd=ROOT, text=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                          capture_output=True)  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and "loading" not in done.stderr
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    ("--group-size 1", "--algo grpo compares"),
+    ("--grpo.clip-low 7", "--grpo.clip-low must be from 0 to 1, not 7.0"),
+    ("--env reverse snake:lenght=4", "unknown key 'lenght'"),
+])  # fmt: skip
+def test_settings_are_checked_before_transformers_is_imported(tmp_path, args, message):
+    (tmp_path / "torch.py").write_text(STAND_IN)
+    (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
+    done = subprocess.run([sys.executable, "train.py", *args.split()], cwd=ROOT, text=True,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                          capture_output=True)  # fmt: skip
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_an_environment_that_an_algorithm_of_the_users_may_register_is_not_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("""from algorithms.grpo import *
+from environments.plumbing.registry import ENVIRONMENTS
+ENVIRONMENTS["of_mine"] = "environments.reverse:Reverse"
+""")
+    try:
+        cfg = cli.parse(["--algo", str(tmp_path / "mine.py"), "--env", "of_mine:length=4"])
+        config.validate(config.resolve(cfg))
+    finally:
+        ENVIRONMENTS.pop("of_mine", None)
 
 
 def test_settings_of_python_are_checked_and_read_as_flags_are(resume):

@@ -15,11 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from core.terminal import cli
-
-if __name__ == "__main__":
-    cli.need_temporary_folder("core.report.compare")
-
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +24,6 @@ from core.faults import UsageError
 from core.files.run_folder import read_settings
 from core.files.run_log import METRICS, read_records
 from core.report import board as boards
-from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import (
     TARGET_ACCURACY,
@@ -40,6 +34,7 @@ from core.report.summary import (
     tokens_to_target,
 )
 from core.results import Record, accuracies_of, before_after
+from core.terminal import cli
 from environments.plumbing.registry import short_names
 from environments.plumbing.text import printable
 
@@ -65,6 +60,8 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
     if board:
         print_board(runs)
         return
+    from core.report.curves import draw_comparison  # imports matplotlib, which takes a second
+
     configs = [read_config(run) for run in runs]
     records = [read_records(run / METRICS) for run in runs]
     rows = table_rows(list(zip(runs, configs, records, strict=True)))

@@ -5,6 +5,7 @@ tyro parses the flags, prints --help, and reports mistakes in a box with exit co
 """
 
 import dataclasses
+import gc
 import os
 import re
 import sys
@@ -50,7 +51,8 @@ HELP = "python train.py --help has all"
 def parse(args: list[str]) -> Config:
     """The settings that `args` ask for. Raises UsageError for what tyro does not check.
 
-    Two passes: the first leaves out the options of the algorithm, whose import takes seconds.
+    Two passes: the first leaves out the options of the algorithm, whose import takes seconds, and
+    raises what is wrong whatever these are.
     """
     args = _as_tyro_has_it(args)
     flags = _check_words(args)
@@ -61,6 +63,7 @@ def parse(args: list[str]) -> Config:
     if flags.run_name and not flags.resume and not is_restart:
         new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
     settings = read_settings(file) if file else {"algo": flags.algo}
+    config.validate_each(flags)
     say_loading()
     settings = without_defaults(settings, file) if flags.config else settings
     cfg, _ = _parse_flags(args, as_config(settings, file, given, flags.trust))
@@ -257,14 +260,24 @@ def execute(
 
 
 def answer_at_once(args: list[str]) -> None:
-    """Exit for --help and for all that `parse` rejects, before the slow imports."""
+    """Exit for --help and for settings that are wrong, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch, for the algorithm
     try:
-        code = execute(lambda _: 0, args, starting=True)
+        code = execute(_check, args, starting=True)
     except BrokenPipeError:  # --help | head
         os._exit(0)  # at its usual exit Python would write once more
+    finally:
+        gc.freeze()  # the garbage collector skips torch: saves 0.3 s at the exit
     if code:
         sys.exit(code)
+
+
+def _check(cfg: Config) -> int:
+    cfg = config.resolve(cfg)
+    config.validate(cfg)
+    for spec in (*cfg.env, *cfg.eval_env):
+        _ = spec.values  # raises UsageError for an option that the environment has not
+    return 0
 
 
 def say_loading() -> None:
