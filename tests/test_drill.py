@@ -44,6 +44,8 @@ NEW_MISTAKES = [  # none of the drill's own
     ("- surrogate) * mask).sum()", "- surrogate)).sum()", "only_the_mask_is_trained"),
     ("(rewards == 1.0)", "(rewards > 0)", "accuracy_counts_the_right"),
     ("p.multinomial(1)", "p.argmax(-1, keepdim=True)", "draws_are_the_policys"),
+    ("len(answers) < MAX_TOKENS and ", "", "answers_are_limited"),
+    ("< MAX_TOKENS", "<= MAX_TOKENS", "answers_are_limited"),
     ("model, prompts, attention, greedy)", "model, prompts, attention, greedy)\n"
      "    right = right[1:] + right[:1]", "answers_meet_their_questions"),
 ]  # fmt: skip

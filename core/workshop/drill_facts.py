@@ -24,6 +24,7 @@ FACTS = {  # what fails is named by these sentences
     "prompts_open_the_turn": "a prompt is what the chat template writes, the model's turn opened",
     "draws_are_the_policys": "tokens are drawn with the policy's probabilities, or greedily",
     "one_temperature": "sampling and training have the same temperature",
+    "answers_are_limited": "no answer has more than MAX_TOKENS tokens",
     "end_is_trained": "END is part of the answer",
     "nothing_after_the_end": "what follows END is not part of the answer",
     "logprobs_are_of_the_next_token": "a log-prob is that of a token given what is before it",
@@ -98,7 +99,7 @@ def encode(m: Any) -> Answers:
 
 def sample(m: Any) -> Answers:
     m.END, m.PAD, m.MAX_TOKENS = 1, 0, 6
-    model, prompt = random_model(), torch.tensor([[5, 3, 7]])
+    model, prompt = random_model(max_passes=20), torch.tensor([[5, 3, 7]])
     many = prompt.expand(20_000, -1)
     tokens, mask = m.sample(model, many, torch.ones_like(many), False)
     drawn = tokens[:, 0].bincount(minlength=12) / len(tokens)
@@ -118,6 +119,7 @@ def sample(m: Any) -> Answers:
     first = torch.where(ends.any(1), ends.int().argmax(1), length)
     place = torch.arange(length)
     return {
+        "answers_are_limited": length <= m.MAX_TOKENS,
         "draws_are_the_policys": bool(ours) and bool(likeliest == logits[-1].argmax()),
         "logprobs_are_of_the_next_token": bool(trained),
         "one_temperature": bool(set(ours or [m.TEMPERATURE]) & set(trained or [m.TEMPERATURE])),
@@ -304,8 +306,8 @@ def train(m: Any) -> Answers:
 PROBES: dict[Callable[[Any], Answers], list[str]] = {
     reward: ["answer_is_between_tags", "zero_is_an_answer"],
     encode: ["prompts_end_together", "prompts_open_the_turn"],
-    sample: ["draws_are_the_policys", "one_temperature", "end_is_trained", "nothing_after_the_end",
-             "logprobs_are_of_the_next_token"],
+    sample: ["answers_are_limited", "draws_are_the_policys", "one_temperature", "end_is_trained",
+             "nothing_after_the_end", "logprobs_are_of_the_next_token"],
     padding: ["padding_is_not_seen"],
     group_advantages: ["own_group_alone", "group_adds_up_to_zero", "unit_deviation",
                        "equal_rewards_teach_nothing"],
@@ -335,15 +337,24 @@ def temperatures(m: Any) -> tuple[float, ...]:
     return (m.TEMPERATURE, 1.0, 1 / m.TEMPERATURE)
 
 
-def random_model(seed: int = 0) -> Qwen3ForCausalLM:
-    """A model of 12 tokens whose probabilities are far from equal."""
+def random_model(seed: int = 0, max_passes: int = 1000) -> Qwen3ForCausalLM:
+    """A model of 12 tokens whose probabilities are far from equal. After `max_passes` it raises
+    RuntimeError, which ends an endless loop."""
     config = Qwen3Config(
         vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=2, head_dim=8,
         num_attention_heads=2, num_key_value_heads=2, initializer_range=0.6, eos_token_id=1,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).eval()
+        model = Qwen3ForCausalLM(config).eval()
+    left = iter(range(max_passes))
+
+    def count(*_: Any) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("the model was called too often: does the loop over tokens end?")
+
+    model.register_forward_pre_hook(count)
+    return model
 
 
 def flat(gradients: Any, parameters: list[Any]) -> Tensor:
