@@ -28,8 +28,8 @@ SOURCE = (HERE.parent / "drill_loop.py").read_text(encoding="utf-8")
 RUNS = HERE.parents[2] / "runs/drill/runs.jsonl"  # with one fault each, and without
 NUMBER_OF_FAULTS = 3
 TASK = '''\
-"""Drill {seed}: this GRPO run raises no error, and is wrong in three places. Repair it; keep all names.
-The docstrings are right. `python -m core.workshop.drill --help` says what helps."""'''
+"""Drill {seed}: this GRPO run raises no error, and is wrong in three places. Repair them.
+Keep all names; the docstrings are right. `python -m core.workshop.drill --help` says what helps."""'''
 
 
 def draw(seed: int) -> list[str]:
