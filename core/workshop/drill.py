@@ -29,7 +29,7 @@ RUNS = HERE.parents[2] / "runs/drill/runs.jsonl"  # with one fault each, and wit
 NUMBER_OF_FAULTS = 3
 TASK = '''\
 """Drill {seed}: this GRPO run raises no error, and is wrong in three places. Repair them.
-Keep all names; the docstrings are right. `python -m core.workshop.drill --help` says what helps."""'''
+Keep all names; the docstrings are right. `python -m core.workshop.drill --help` lists help."""'''
 
 
 def draw(seed: int) -> list[str]:
