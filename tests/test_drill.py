@@ -34,6 +34,7 @@ SAME_IN_OTHER_WORDS = [  # right, and not our text
      "torch.distributions.Categorical(logits=logits).sample()[:, None]"),
     ("reward", "return 1.0 if int(found[0]) == right else 0.1",
      "return 1.0 if found == [str(right)] else 0.1"),
+    ("play", "encode(list(questions))", "encode(questions=list(questions))"),
     ("play", "return torch.cat([prompts, answers], 1), torch.cat([attention, mask], 1), mask",
      "ids = torch.hstack([prompts, answers])\n"
      "    return ids, torch.hstack([attention, mask]), mask"),
@@ -44,8 +45,29 @@ NEW_MISTAKES = [  # none of the drill's own
     ("- surrogate) * mask).sum()", "- surrogate)).sum()", "only_the_mask_is_trained"),
     ("(rewards == 1.0)", "(rewards > 0)", "accuracy_counts_the_right"),
     ("p.multinomial(1)", "p.argmax(-1, keepdim=True)", "draws_are_the_policys"),
-    ("len(answers) < MAX_TOKENS and ", "", "answers_are_limited"),
-    ("< MAX_TOKENS", "<= MAX_TOKENS", "answers_are_limited"),
+    ("len(answers) < MAX_TOKENS and ", "", "answers_end"),
+    ("< MAX_TOKENS", "<= MAX_TOKENS", "answers_end"),
+    ("ended.all()", "ended.any()", "answers_end"),
+    ("        attention = torch.cat([attention, torch.ones_like(last)], dim=1)\n", "",
+     "draws_are_the_policys"),
+    ("sum(env.counts.values())", "len(env.counts)", "tasks_know_their_answer"),
+    ("answers.where(mask == 1, PAD)", "answers", "answers_meet_their_questions"),
+    ("torch.cat([attention, mask], 1), mask", "torch.ones_like(torch.cat([attention, mask], 1)), "
+     "mask", "padding_is_marked"),
+    ("EVALUATED, greedy=True", "EVALUATED", "evaluation_is_greedy"),
+    ("greedy=False", "greedy=True", "evaluation_is_greedy"),
+    ("after = evaluate(model)", "after = evaluate(reference)", "evaluation_is_greedy"),
+    ("prompts, attention = encode(", "torch.manual_seed(0)\n    prompts, attention = encode(",
+     "draws_are_new"),
+    ("(ref - logprobs).exp() - (ref - logprobs)", "(logprobs - ref).exp() - (logprobs - ref)",
+     "kl_pulls_back"),
+    ("ratio = (logprobs - old).exp()", "ratio = (logprobs - old).mean(1, keepdim=True).exp()"
+     ".expand_as(old)", "gradient_has_the_ratio"),
+    ("(model.parameters(), 1.0)", "(model.parameters(), 0.1)", "long_gradients_are_scaled"),
+    ("lr=LEARNING_RATE", "lr=0 * LEARNING_RATE", "optimizer_has_the_policy"),
+    ("        advantages = group_advantages", "        optimizer = torch.optim.AdamW("
+     "model.parameters(), lr=LEARNING_RATE)\n        advantages = group_advantages",
+     "optimizer_has_the_policy"),
     ("model, prompts, attention, greedy)", "model, prompts, attention, greedy)\n"
      "    right = right[1:] + right[:1]", "answers_meet_their_questions"),
 ]  # fmt: skip
@@ -122,8 +144,9 @@ def test_hints_narrow_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert drill.execute(["--file", str(file), "--hint", level]) == 0
         shown.append(capsys.readouterr().out)
     assert "accuracy" in shown[0] and f"`{FAULTS[names[1]].function}`" in shown[1]
-    line = shown[2].partition(": ")[2].strip()
-    assert line in drill.SOURCE and line not in file.read_text(encoding="utf-8")
+    lines = shown[2].partition(": ")[2].strip().split(" .. ")
+    assert all(line in drill.SOURCE for line in lines)
+    assert not all(line in file.read_text(encoding="utf-8") for line in lines)
     assert drill.execute(["--file", str(file), "--answers"]) == 0
     answers = capsys.readouterr().out
     assert all(FAULTS[name].source in answers for name in names)

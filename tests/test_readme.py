@@ -121,7 +121,8 @@ def test_every_linked_file_and_named_script_exists(page):
     links = [link for link in re.findall(r"\]\(([^)#]*)[^)]*\)", text) if "://" not in link]
     assert all((folder / link).exists() for link in links if link), links
     for script in re.findall(r"^ +python ([\w/.]+\.py)", text, re.MULTILINE):
-        assert (ROOT / script).exists(), script
+        written = script == "drill.py"  # by python -m core.workshop.drill
+        assert written or (ROOT / script).exists(), script
     for module in re.findall(r"python -m ((?:core|environments)[\w.]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), module

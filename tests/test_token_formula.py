@@ -118,7 +118,7 @@ def test_the_numbers_of_the_formula_are_those_of_the_run(
                 surrogate, push = math.prod(parts), u * w * rho * A
                 check(lines["advantage"], [R, batch_mean, A, *(r["return"] for r in group)])
             check(lines["term"], [-1, 1 / u, w, *parts, -u * w * surrogate])
-            words = f"Pushed {'up' if push > 0 else 'down'}" if push else "Not pushed: "
+            words = f"Pushed {'up' if push > 0 else 'down'}" if push else "Not pushed"
             assert lines["push"].startswith(words)
             if push:
                 check(lines["push"], [push])
@@ -167,5 +167,5 @@ def test_a_token_that_is_not_pushed_says_why(tab, tmp_path, algo, terms, advanta
     page = tab[0]
     page.goto(write_report(write_run(tmp_path, trained(1), rows, config), config).as_uri())
     said = page.locator("[data-line=push]").inner_text()
-    assert said.startswith(f"Not pushed: {why}")
+    assert said.startswith(f"Not pushed in this step: {why}")
     assert "0.6000 at step 1" in page.locator("[data-line=moved]").inner_text()

@@ -108,7 +108,7 @@ def hint(name: str, level: int) -> str:
                 f"   with it        {lines[0]}\n   without it     {lines[1]}")  # fmt: skip
     if level == 2:
         return f"It is in what `{fault.function}` does."
-    return f"The right line: {changed_line(fault)}"
+    return f"As it should be: {' .. '.join(right_lines(fault))}"
 
 
 def measured(name: str) -> list[dict]:
@@ -117,10 +117,11 @@ def measured(name: str) -> list[dict]:
     return sorted((run for run in runs if run["fault"] == name), key=lambda run: run["seed"])
 
 
-def changed_line(fault: Fault) -> str:
-    """The first line of the right loop that the fault changes."""
-    start = SOURCE.index(fault.change[0])
-    return SOURCE[SOURCE.rfind("\n", 0, start) + 1 :].lstrip("\n").partition("\n")[0].strip()
+def right_lines(fault: Fault) -> list[str]:
+    """The lines of the right loop in which the fault's changes begin."""
+    starts = [SOURCE.index(old) + len(old) - len(old.lstrip()) for old in fault.change[::2]]
+    return [SOURCE[SOURCE.rfind("\n", 0, start) + 1 : SOURCE.index("\n", start)].strip()
+            for start in starts]  # fmt: skip
 
 
 def execute(arguments: list[str]) -> int:
@@ -164,7 +165,7 @@ def print_answers(names: list[str]) -> None:
     for number, name in enumerate(names, 1):
         fault = FAULTS[name]
         print(f"{number}. {fault.function}: {fault.cause} Reported: {fault.source}.\n"
-              f"   The right line: {changed_line(fault)}\n   {hint(name, 1)}\n")  # fmt: skip
+              f"   {hint(name, 3)}\n   {hint(name, 1)}\n")  # fmt: skip
 
 
 if __name__ == "__main__":

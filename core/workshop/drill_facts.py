@@ -7,6 +7,8 @@ may have any size. Where a fact is about a quantity that another fault has remov
 
 import inspect
 import io
+import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -19,12 +21,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 FACTS = {  # what fails is named by these sentences
     "answer_is_between_tags": "the reward is for the number between the tags, if there is just one",
+    "tasks_know_their_answer": "the right number of a task is the count that its question asks for",
     "zero_is_an_answer": "the answer 0 is a number like others",
     "prompts_end_together": "all prompts of a batch end in its last column",
     "prompts_open_the_turn": "a prompt is what the chat template writes, the model's turn opened",
     "draws_are_the_policys": "tokens are drawn with the policy's probabilities, or greedily",
     "one_temperature": "sampling and training have the same temperature",
-    "answers_are_limited": "no answer has more than MAX_TOKENS tokens",
+    "answers_end": "an answer ends with END, or has MAX_TOKENS tokens",
     "end_is_trained": "END is part of the answer",
     "nothing_after_the_end": "what follows END is not part of the answer",
     "logprobs_are_of_the_next_token": "a log-prob is that of a token given what is before it",
@@ -37,10 +40,10 @@ FACTS = {  # what fails is named by these sentences
     "only_the_mask_is_trained": "the loss has no gradient outside of the mask",
     "tokens_count_alike": "at ratio 1 all tokens have gradients in proportion to their advantage",
     "weights_add_up_to_one": "the weights of the tokens in the loss add up to 1",
-    "gradient_has_the_ratio": "the gradient of a token grows with its ratio",
+    "gradient_has_the_ratio": "the gradient of a token grows with its own ratio",
     "clip_holds_back": "a token beyond the clip is pushed no further",
     "clip_lets_return": "a token that moved the wrong way is pushed back",
-    "kl_pulls_back": "the KL penalty pulls the policy towards the reference",
+    "kl_pulls_back": "the KL penalty pulls the policy towards the reference, as k3 does",
     "old_is_fixed": "the old log-probs stay those from before the first step",
     "old_has_no_gradient": "the old and the reference's log-probs are constants",
     "rows_belong_together": "in a step, each answer has its own advantage, mask and reference",
@@ -49,12 +52,15 @@ FACTS = {  # what fails is named by these sentences
     "long_gradients_are_scaled": "a gradient longer than 1 is scaled to length 1 for its step",
     "answers_meet_their_questions": "an answer is rewarded for its own question",
     "only_answers_are_trained": "the mask has the tokens of the answers, and no others",
+    "padding_is_marked": "the attention mask has the prompts' tokens and the answers', no others",
     "groups_share_a_question": "the G answers of a group answer one question",
     "updates_have_new_tasks": "each update has P tasks that no earlier one had",
     "evaluation_is_held_out": "no task of the evaluation is trained on",
+    "evaluation_is_greedy": "the evaluation takes the policy's likeliest tokens; training draws",
+    "draws_are_new": "each update has random numbers of its own",
     "accuracy_counts_the_right": "the accuracy is the fraction of right answers",
     "reference_stays": "the reference keeps the weights of the start",
-    "optimizer_has_the_policy": "the optimizer has the policy's weights",
+    "optimizer_has_the_policy": "one optimizer has the policy's weights, with the learning rate",
 }
 Answers = dict[str, bool]
 
@@ -78,9 +84,15 @@ def reward(m: Any) -> Answers:
     pairs = [(spelled(2), 2, 1.0), (spelled(3), 1, 0.1), (spelled(12), 2, 0.1), ("r1 r2", 2, 0.0),
              ("", 0, 0.0), (spelled("two"), 2, 0.0), (spelled(2) + spelled(2), 2, 0.0)]  # fmt: skip
     zeros = [("<answer>0</answer>", 0, 1.0), ("<answer>0</answer>", 2, 0.1)]
+    tasks = [m.ask(seed) for seed in range(20)]
+    asked = [re.match('How many (.) in "(.*)"', question) for question, _ in tasks]
+    known = [found and found[2].count(found[1]) for found in asked]
     return {
-        name: all(abs(m.reward(text, right) - earned) < 1e-6 for text, right, earned in cases)
-        for name, cases in (("answer_is_between_tags", pairs), ("zero_is_an_answer", zeros))
+        "tasks_know_their_answer": known == [right for _, right in tasks],
+        **{
+            name: all(abs(m.reward(text, right) - earned) < 1e-6 for text, right, earned in cases)
+            for name, cases in (("answer_is_between_tags", pairs), ("zero_is_an_answer", zeros))
+        },
     }
 
 
@@ -102,11 +114,18 @@ def sample(m: Any) -> Answers:
     model, prompt = random_model(max_passes=20), torch.tensor([[5, 3, 7]])
     many = prompt.expand(20_000, -1)
     tokens, mask = m.sample(model, many, torch.ones_like(many), False)
-    drawn = tokens[:, 0].bincount(minlength=12) / len(tokens)
+    first = tokens[:, 0].bincount(minlength=12)
+    begun = first.scatter(0, torch.tensor(m.END), 0).argmax()  # the most frequent beginning
+    second = tokens[tokens[:, 0] == begun, 1].bincount(minlength=12)
     with torch.no_grad():
         logits = model(prompt).logits[0]
-    away = {t: (drawn - (logits[-1] / t).softmax(-1)).abs().sum() / 2 for t in temperatures(m)}
-    ours = [t for t, distance in away.items() if distance < 0.015]
+        then = model(torch.cat([prompt, begun.view(1, 1)], 1)).logits[0, -1]
+
+    def distance(counts: Tensor, expected: Tensor) -> float:
+        return ((counts / counts.sum() - expected.softmax(-1)).abs().sum() / 2).item()
+
+    ours = [t for t in temperatures(m) if distance(first, logits[-1] / t) < 0.015
+            and distance(second, then / t) < 0.03]  # fmt: skip
     likeliest = m.sample(model, prompt, torch.ones_like(prompt), True)[0][0, 0]
 
     with torch.no_grad():
@@ -116,15 +135,16 @@ def sample(m: Any) -> Answers:
                and torch.allclose(found[0], right, atol=1e-4)]  # fmt: skip
 
     length, ends = tokens.shape[1], tokens == m.END
-    first = torch.where(ends.any(1), ends.int().argmax(1), length)
+    end = torch.where(ends.any(1), ends.int().argmax(1), length)
     place = torch.arange(length)
     return {
-        "answers_are_limited": length <= m.MAX_TOKENS,
+        "answers_end": length == m.MAX_TOKENS
+        or (length < m.MAX_TOKENS and bool(ends.any(1).all())),
         "draws_are_the_policys": bool(ours) and bool(likeliest == logits[-1].argmax()),
         "logprobs_are_of_the_next_token": bool(trained),
         "one_temperature": bool(set(ours or [m.TEMPERATURE]) & set(trained or [m.TEMPERATURE])),
-        "end_is_trained": bool((mask[place <= first[:, None]] == 1).all()),
-        "nothing_after_the_end": bool((mask[place > first[:, None]] == 0).all()),
+        "end_is_trained": bool((mask[place <= end[:, None]] == 1).all()),
+        "nothing_after_the_end": bool((mask[place > end[:, None]] == 0).all()),
     }
 
 
@@ -158,9 +178,9 @@ def compute_loss(m: Any) -> Answers:
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     now = -torch.rand(2, 5) - 0.5
 
-    def gradient(ratio: float, ref: Tensor = now, signs: Tensor = advantages) -> Tensor:
+    def gradient(ratio: float | Tensor, ref: Tensor = now, signs: Tensor = advantages) -> Tensor:
         logprobs = now.clone().requires_grad_()
-        old = now - torch.tensor(ratio).log()
+        old = now - torch.as_tensor(ratio).log()
         loss = m.compute_loss(logprobs, old, ref, signs, mask)[0]
         return torch.autograd.grad(loss, logprobs)[0]
 
@@ -170,6 +190,9 @@ def compute_loss(m: Any) -> Answers:
     up, down = inside & (advantages > 0)[:, None], inside & (advantages < 0)[:, None]
     pushed = bool(at_one[inside].any())
     nothing = torch.zeros(2)
+    alone = torch.ones(2, 5)
+    alone[1, 1] = 1.1
+    with_ratio = gradient(alone)
     m.BETA = 0.1
     above, below = gradient(1.0, now - 0.5, nothing), gradient(1.0, now + 0.5, nothing)
     return {
@@ -177,11 +200,13 @@ def compute_loss(m: Any) -> Answers:
         "only_the_mask_is_trained": not at_one[~inside].any(),
         "tokens_count_alike": bool((weights - weights.mean()).abs().max() < 1e-5),
         "weights_add_up_to_one": not pushed or abs(weights.abs().sum().item() - 1) < 1e-4,
-        "gradient_has_the_ratio": torch.allclose(gradient(1.1)[inside], 1.1 * at_one[inside]),
+        "gradient_has_the_ratio": torch.allclose(with_ratio, alone * at_one, atol=1e-6),
         "clip_holds_back": not gradient(large)[up].any() and not gradient(small)[down].any(),
         "clip_lets_return": not pushed
         or bool(gradient(small)[up].all() and gradient(large)[down].all()),
-        "kl_pulls_back": bool((above[inside] > 0).all() and (below[inside] < 0).all()),
+        # the derivative of k3 is 1 - reference / π
+        "kl_pulls_back": bool((above[inside] > 0).all())
+        and torch.allclose(above / (1 - math.exp(-0.5)), below / (1 - math.exp(0.5)), atol=1e-5),
     }
 
 
@@ -232,7 +257,8 @@ def update(m: Any) -> Answers:
         "each_row_once_per_pass": passes == [list(range(8))] * 2,
         "a_step_follows_its_own_gradient": len(steps) == len(calls) == 4
         and all(torch.cosine_similarity(a, b, dim=0) > 0.999 or not a.any() for a, b in pairs),
-        "long_gradients_are_scaled": all(step.norm() < 1.01 for step in steps),
+        "long_gradients_are_scaled": all(abs(step.norm() - own.norm().clamp(max=1)) < 0.01
+                                         for own, step in pairs),
     }  # fmt: skip
 
 
@@ -240,6 +266,7 @@ def train(m: Any) -> Answers:
     """A run without a model: every other answer is right, and an update only marks the policy."""
     own, notes = dict(vars(m)), defaultdict[str, list[Any]](list)
     rights = dict[str, int]()  # by question
+    length = len(m.tokenizer.encode("<answer>1</answer>")) + 1
 
     def ask(seed: int) -> tuple[str, int]:
         question, right = own["ask"](seed)
@@ -251,13 +278,19 @@ def train(m: Any) -> Answers:
         notes["questions"] = list(questions)
         return own["encode"](questions)
 
-    def sample(model: Any, ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def sample(model: Any, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
+        """Answers of `length` tokens, and what was sampled after them."""
         numbers = [rights[q] + i % 2 for i, q in enumerate(notes["questions"])]
         rows = [[*m.tokenizer.encode(f"<answer>{n}</answer>"), m.END] for n in numbers]
-        return torch.tensor(rows), torch.ones(len(rows), len(rows[0])).long()
+        after = m.tokenizer.encode("9</answer>")
+        mask = torch.tensor([1] * length + [0] * len(after)).expand(len(rows), -1)
+        notes["attention"] = [torch.cat([attention, mask], 1)]
+        notes["greedy" if notes["evaluating"] else "drawn"].append(greedy)
+        notes["noise"].append(torch.rand(()).item())
+        return torch.tensor([row + after for row in rows]), mask
 
     def reward(text: str, right: int) -> float:
-        return 1.0 if f"<answer>{right}</answer>" in text else 0.1
+        return 1.0 if text.strip() == f"<answer>{right}</answer>" else 0.1
 
     def group_advantages(rewards: Tensor) -> Tensor:
         expected = torch.tensor([1.0, 0.1]).repeat(len(rewards) // 2)
@@ -265,9 +298,11 @@ def train(m: Any) -> Answers:
         return own["group_advantages"](rewards)
 
     def evaluate(*args: Any, **kwargs: Any) -> float:
-        notes["seeds"] = []
+        notes["seeds"], notes["evaluating"] = [], [True]
+        notes["judged"].append(id(args[0] if args else kwargs["model"]))
         accuracy = own["evaluate"](*args, **kwargs)
         notes["held out"] += notes.pop("seeds")
+        notes["evaluating"] = []
         return accuracy
 
     def update(*args: Any, **kwargs: Any) -> dict[str, float]:
@@ -278,8 +313,13 @@ def train(m: Any) -> Answers:
         notes["stays"].append(torch.equal(next(call["reference"].parameters()), notes["start"][0]))
         with torch.no_grad():
             weights += 1
-        trained = {id(p) for group in call["optimizer"].param_groups for p in group["params"]}
-        notes["owned"].append(trained == {id(p) for p in policy.parameters()})
+        groups = call["optimizer"].param_groups
+        trained = {id(p) for group in groups for p in group["params"]}
+        has_rate = all(group["lr"] == m.LEARNING_RATE for group in groups)
+        notes["owned"].append(has_rate and trained == {id(p) for p in policy.parameters()})
+        notes["optimizers"].append(call["optimizer"])
+        notes["policies"].append(id(policy))
+        notes["marked"].append(torch.equal(call["attention"], notes["attention"][0]))
         notes["tasks"].append(set(notes.pop("seeds")))
         notes["masks"].append(call["mask"])
         questions = notes["questions"]
@@ -288,25 +328,30 @@ def train(m: Any) -> Answers:
 
     for function in (ask, encode, sample, reward, group_advantages, evaluate, update):
         setattr(m, function.__name__, function)
-    accuracies, length = m.train(), len(m.tokenizer.encode("<answer>1</answer>")) + 1
+    accuracies = m.train()
     tasks = set().union(*notes["tasks"])
     return {
-        "answers_meet_their_questions": all(notes["halves"]) and len(notes["halves"]) == m.UPDATES,
-        "only_answers_are_trained": all(mask.shape[1] == length for mask in notes["masks"]),
+        "answers_meet_their_questions": bool(notes["halves"]) and all(notes["halves"]),
+        "only_answers_are_trained": all(mask.sum(1).eq(length).all() for mask in notes["masks"]),
+        "padding_is_marked": all(notes["marked"]),
         "groups_share_a_question": all(len(set(group)) == 1 for group in notes["groups"]),
         "updates_have_new_tasks": [len(t) for t in notes["tasks"]] == [m.P] * m.UPDATES
         and len(tasks) == m.P * m.UPDATES,
         "evaluation_is_held_out": bool(notes["held out"]) and not tasks & {*notes["held out"]},
         "accuracy_counts_the_right": all(abs(a - 0.5) < 0.01 for a in accuracies),
+        "evaluation_is_greedy": all(notes["greedy"])
+        and not any(notes["drawn"])
+        and set(notes["judged"]) == set(notes["policies"]),
+        "draws_are_new": len(set(notes["noise"])) == len(notes["noise"]),
         "reference_stays": all(notes["stays"]),
-        "optimizer_has_the_policy": all(notes["owned"]),
+        "optimizer_has_the_policy": all(notes["owned"]) and len(set(notes["optimizers"])) == 1,
     }
 
 
 PROBES: dict[Callable[[Any], Answers], list[str]] = {
-    reward: ["answer_is_between_tags", "zero_is_an_answer"],
+    reward: ["answer_is_between_tags", "tasks_know_their_answer", "zero_is_an_answer"],
     encode: ["prompts_end_together", "prompts_open_the_turn"],
-    sample: ["answers_are_limited", "draws_are_the_policys", "one_temperature", "end_is_trained",
+    sample: ["answers_end", "draws_are_the_policys", "one_temperature", "end_is_trained",
              "nothing_after_the_end", "logprobs_are_of_the_next_token"],
     padding: ["padding_is_not_seen"],
     group_advantages: ["own_group_alone", "group_adds_up_to_zero", "unit_deviation",
@@ -317,8 +362,9 @@ PROBES: dict[Callable[[Any], Answers], list[str]] = {
     update: ["old_is_fixed", "old_has_no_gradient", "rows_belong_together",
              "each_row_once_per_pass", "a_step_follows_its_own_gradient",
              "long_gradients_are_scaled"],
-    train: ["answers_meet_their_questions", "only_answers_are_trained", "groups_share_a_question",
-            "updates_have_new_tasks", "evaluation_is_held_out", "accuracy_counts_the_right",
+    train: ["answers_meet_their_questions", "only_answers_are_trained", "padding_is_marked",
+            "groups_share_a_question", "updates_have_new_tasks", "evaluation_is_held_out",
+            "evaluation_is_greedy", "draws_are_new", "accuracy_counts_the_right",
             "reference_stays", "optimizer_has_the_policy"],
 }  # fmt: skip
 
