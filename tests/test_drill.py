@@ -34,6 +34,8 @@ SAME_IN_OTHER_WORDS = [  # right, and not our text
      "torch.distributions.Categorical(logits=logits).sample()[:, None]"),
     ("reward", "return 1.0 if int(found[0]) == right else 0.1",
      "return 1.0 if found == [str(right)] else 0.1"),
+    ("evaluate", "    *_, rewards = play(", "    with torch.random.fork_rng():\n"
+     "        *_, rewards = play("),
     ("play", "encode(list(questions))", "encode(questions=list(questions))"),
     ("play", "return torch.cat([prompts, answers], 1), torch.cat([attention, mask], 1), mask",
      "ids = torch.hstack([prompts, answers])\n"

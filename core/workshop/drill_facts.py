@@ -60,7 +60,7 @@ FACTS = {  # what fails is named by these sentences
     "draws_are_new": "each update has random numbers of its own",
     "accuracy_counts_the_right": "the accuracy is the fraction of right answers",
     "reference_stays": "the reference keeps the weights of the start",
-    "optimizer_has_the_policy": "one optimizer has the policy's weights, with the learning rate",
+    "optimizer_has_the_policy": "one optimizer has the policy's weights; its learning rate is not 0",
 }
 Answers = dict[str, bool]
 
@@ -286,7 +286,8 @@ def train(m: Any) -> Answers:
         mask = torch.tensor([1] * length + [0] * len(after)).expand(len(rows), -1)
         notes["attention"] = [torch.cat([attention, mask], 1)]
         notes["greedy" if notes["evaluating"] else "drawn"].append(greedy)
-        notes["noise"].append(torch.rand(()).item())
+        if not notes["evaluating"]:
+            notes["noise"].append(torch.rand(()).item())
         return torch.tensor([row + after for row in rows]), mask
 
     def reward(text: str, right: int) -> float:
@@ -315,11 +316,11 @@ def train(m: Any) -> Answers:
             weights += 1
         groups = call["optimizer"].param_groups
         trained = {id(p) for group in groups for p in group["params"]}
-        has_rate = all(group["lr"] == m.LEARNING_RATE for group in groups)
+        has_rate = all(group["lr"] > 0 for group in groups)
         notes["owned"].append(has_rate and trained == {id(p) for p in policy.parameters()})
         notes["optimizers"].append(call["optimizer"])
         notes["policies"].append(id(policy))
-        notes["marked"].append(torch.equal(call["attention"], notes["attention"][0]))
+        notes["marked"].append(bool((call["attention"] == notes["attention"][0]).all()))
         notes["tasks"].append(set(notes.pop("seeds")))
         notes["masks"].append(call["mask"])
         questions = notes["questions"]
