@@ -60,7 +60,7 @@ FACTS = {  # what fails is named by these sentences
     "draws_are_new": "each update has random numbers of its own",
     "accuracy_counts_the_right": "the accuracy is the fraction of right answers",
     "reference_stays": "the reference keeps the weights of the start",
-    "optimizer_has_the_policy": "one optimizer has the policy's weights; its learning rate is not 0",
+    "optimizer_has_the_policy": "one optimizer has the policy's weights and a learning rate",
 }
 Answers = dict[str, bool]
 
