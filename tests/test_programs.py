@@ -520,18 +520,22 @@ def test_an_error_that_leaves_a_task_costs_its_episode_alone(policy, write, monk
     monkeypatch.setattr(agent, "GRACE", 0.1)
     spec = write("""
 import asyncio, openai
-async def turns(client, task):
+async def turns(client, answered):
     await client.responses.create(model="m", input="?")
+    answered.set()
     await asyncio.sleep(3600)
-async def breaks(client, task):
+async def breaks(client, task, answered):
     await client.responses.create(model="m", input="!")
     if task["n"] % 2:
+        await answered.wait()
         raise KeyError("of an answer")
 async def run(task, base_url, api_key):
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-    begun = asyncio.create_task(turns(client, task))
-    await asyncio.gather(begun, breaks(client, task)) if task["n"] % 2 else begun.cancel()
-    await breaks(client, task)
+    client, answered = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), asyncio.Event()
+    begun = asyncio.create_task(turns(client, answered))
+    breaking = breaks(client, task, answered)
+    await asyncio.gather(begun, breaking) if task["n"] % 2 else begun.cancel()
+    if task["n"] % 2 == 0:
+        await breaking
     return 1.0
 """)
     rollouts = collect(policy, spec, 8)
@@ -778,7 +782,7 @@ def test_a_thread_that_has_ended_is_not_interrupted(monkeypatch):
 def test_a_reset_ends_the_program_of_the_episode_before(write):
     env = make(write("def run(task):\n    while True: pass"))
     in_thread(partial(env.reset, 0))
-    wait_for(lambda: env.play is not None and hasattr(env.play, "thread"))
+    wait_for(lambda: env.play and hasattr(env.play, "thread") and env.play.thread.is_alive())
     first = env.play.thread
     in_thread(partial(env.reset, 1))
     wait_for(lambda: not first.is_alive())
