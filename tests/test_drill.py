@@ -160,6 +160,15 @@ def test_every_fault_was_measured_and_five_runs_without_one() -> None:
     assert len(drill.measured("none")) == 5
 
 
+def test_an_import_may_go(tmp_path: Path) -> None:
+    """As with a reference that is loaded, not copied."""
+    file = tmp_path / "drill.py"
+    text = drill.SOURCE.replace("import copy\n", "")
+    again = "AutoModelForCausalLM.from_pretrained(PRETRAINED)"
+    file.write_text(text.replace("copy.deepcopy(model)", again), encoding="utf-8")
+    assert drill.check(file, drill.draw(1)) == ([], [])
+
+
 def test_mistakes_are_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "drill.py"
     assert drill.execute(["--file", str(file), "--check"]) == 2

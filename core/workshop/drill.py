@@ -80,10 +80,12 @@ def seed_of(file: Path) -> int:
 def check(file: Path, names: list[str]) -> tuple[list[str], list[str]]:
     """Which of the faults are left, and sentences about what is newly broken.
 
-    Raises UsageError if the file cannot be imported or lacks a name that the loop has.
+    Raises UsageError if the file cannot be imported or lacks a function or constant of the loop.
     """
-    module, right = load(file), as_module(SOURCE)
-    if missing := [name for name in vars(right) if not hasattr(module, name)]:
+    module, constants = load(file), re.findall(r"^(\w[\w, ]*) = ", SOURCE, re.MULTILINE)
+    functions = re.findall(r"^def (\w+)", SOURCE, re.MULTILINE)
+    expected = [*functions, *", ".join(constants).split(", ")]
+    if missing := [name for name in expected if not hasattr(module, name)]:
         raise UsageError(f"{file} lacks {', '.join(missing)}: keep the names that it was given")
     given, found = ask_all(as_module(with_faults(names))), ask_all(module)
     left = [name for name in names if set(FAULTS[name].breaks) & set(found)]
