@@ -19,12 +19,17 @@ rollouts: with "feedback" its vectors are those of core/feedback.py, as sdpo has
 "observations" those of core/observations.py, as echo has them. algorithms/README.md has an example.
 """
 
+import __future__
+
+import ast
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import algorithms
@@ -34,6 +39,7 @@ from environments.plumbing.registry import describe_error, find_file, import_fil
 
 FOLDER = Path(algorithms.__file__).parent
 WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch and scratch.py
+TEXT_ANNOTATIONS = __future__.annotations.compiler_flag  # they stay texts
 PARTS = ("compute_advantages", "compute_loss", "Options")
 NEEDS = {
     "groups": "compares the rollouts of a group: --group-size 2 or more",
@@ -118,11 +124,37 @@ def load_algorithm(cfg: Any) -> Algorithm:
 
 
 def options_of(algo: str) -> type[LoopOptions]:
-    """The `Options` of an algorithm. Imports it.
+    """The `Options` of an algorithm. Imports it, except where torch is not imported yet: then the
+    command line is answered first, for which `_without_torch` is enough.
 
     Raises UsageError for a name that does not exist, and for a file that cannot be used.
     """
-    return _load(algo).Options
+    is_read = "torch" not in sys.modules and algo in {*algorithm_names()} - {"scratch"}
+    return (_without_torch if is_read else _load)(algo).Options
+
+
+@cache
+def _without_torch(name: str) -> Any:
+    """A module of algorithms/ whose functions cannot be called: it is read without its imports of
+    torch and of files that import torch; its annotations, which need them, stay texts.
+
+    >>> _without_torch("dppo").Options().limit
+    0.2
+    """
+    file = next(FOLDER.rglob(f"{name}.py"))
+    module = ModuleType(f"{name} without torch")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # tyro reads the options' docstrings in its file
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        names = {alias.name for alias in getattr(node, "names", [])}  # of an import
+        source = getattr(node, "module", None) or " ".join(names)
+        if source == "algorithms":
+            found = names & {*algorithm_names()}
+            vars(module).update({name: _without_torch(name) for name in found})
+        elif source == "algorithms.options" or not source.startswith(("torch", "algorithms")):
+            code = compile(ast.Module([node], []), file, "exec", TEXT_ANNOTATIONS)
+            exec(code, vars(module))  # noqa: S102
+    return module
 
 
 def _load(algo: str) -> Any:

@@ -5,7 +5,7 @@ are the boxes of `python train.py --help`; `Config` inherits from all of them, s
 `cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text; `Range`
 and `Needs` beside its type are what `validate` checks.
 
-The module does not import transformers, so that --help and errors are answered within seconds.
+The module does not import torch, so that --help and errors are answered within a second.
 """
 
 import difflib
@@ -40,7 +40,7 @@ from core.algorithm import (
 from core.faults import UsageError
 from core.warning_texts import WARNINGS
 from environments.plumbing.options import key_value_pairs, read_literal
-from environments.plumbing.registry import EnvSpec, absolute, executes_code
+from environments.plumbing.registry import absolute, executes_code
 from environments.rewarded import needs_main_thread
 
 T = TypeVar("T")
@@ -456,20 +456,6 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def validate_each(flags: Config) -> None:
-    """Raise UsageError for the first flag that is wrong whatever the other settings are.
-
-    Imports no algorithm and no environment.
-    """
-    for problem in (*_text_problems(flags), *_range_problems(flags)):
-        raise UsageError(problem)
-    specs = (*flags.env, *flags.eval_env)
-    own_code = is_file(flags.algo) or any(map(executes_code, specs))
-    if not (own_code or flags.config or flags.resume):  # which may register environments
-        for spec in specs:
-            EnvSpec.read(spec).check_name()
-
-
 def validate(cfg: Config) -> None:
     """Raise UsageError for the first setting of a resolved Config that is invalid."""
     if problem := next(_problems(cfg), ""):
@@ -524,8 +510,6 @@ def _problems(cfg: Config) -> Iterator[str]:
     """What is wrong with the settings. Each check may rely on the checks before it."""
     yield from _text_problems(cfg)
     yield from _range_problems(cfg)
-    yield from _range_problems(cfg.options, f"{name_of(cfg.algo)}.")
-    yield from _limit_problems(cfg)
     for name, other in facts_of(Needs, Config).items():
         setting, _, value = other.setting.partition("=")
         found = getattr(cfg, setting)
@@ -625,14 +609,12 @@ def range_problem(name: str, value: float, allowed: Range) -> str:
     return f"{flag(name)} must be {span}, not {f'{value}':.30}"
 
 
-def _range_problems(settings: Config | LoopOptions, prefix: str = "") -> Iterator[str]:
-    for name, allowed in facts_of(Range, type(settings)).items():
-        value = getattr(settings, name)
-        if value is not None and (problem := range_problem(prefix + name, value, allowed)):
-            yield problem
-
-
-def _limit_problems(cfg: Config) -> Iterator[str]:
+def _range_problems(cfg: Config) -> Iterator[str]:
+    for settings, prefix in ((cfg, ""), (cfg.options, f"{name_of(cfg.algo)}.")):
+        for name, allowed in facts_of(Range, type(settings)).items():
+            value = getattr(settings, name)
+            if value is not None and (problem := range_problem(prefix + name, value, allowed)):
+                yield problem
     rollouts = cfg.num_prompts * cfg.group_size
     for name, valid_value, what in [
         ("num_minibatches", cfg.num_minibatches <= rollouts,

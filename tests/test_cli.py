@@ -1,6 +1,7 @@
 """Flags override config.yaml, which overrides the defaults; unknown settings are rejected."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import train
 from algorithms import grpo
 from algorithms.options import Range
 from core import config
-from core.algorithm import algorithm_names, options_of
+from core.algorithm import _without_torch, algorithm_names, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.faults import Fault, UsageError
@@ -255,19 +256,19 @@ def test_every_number_has_a_range_whose_ends_are_valid():
         assert bool(config.range_problem(name, x, ranges[name])) == is_wrong
 
 
-STAND_IN = """import sys; from unittest.mock import MagicMock; print("torch!", file=sys.stderr)
-sys.modules["torch"] = sys.modules["torch.nn"] = MagicMock()"""  # importing torch takes seconds
+def answer_of(args, folder):
+    """What `python train.py ARGS` answers where nothing may import torch or transformers."""
+    for name in ("torch", "transformers"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported')")
+    return subprocess.run(
+        [sys.executable, "train.py", *args.split()], cwd=ROOT, text=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )  # fmt: skip
 
 
-def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transformers_is_imported(
-    tmp_path,
-):
-    (tmp_path / "torch.py").write_text(STAND_IN)
-    (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
-    done = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, text=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)},
-                          capture_output=True)  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "loading torch ..\ntorch!\n")
+def test_help_begins_with_the_settings_that_matter_and_is_shown_before_torch_is_imported(tmp_path):
+    done = answer_of("--help", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
     parts = re.split(r"^\W*([a-z ]+) options\W*$", done.stdout, flags=re.MULTILINE)
     boxes = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert next(iter(boxes)) == "main"
@@ -282,31 +283,26 @@ def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transform
     ("--env nonsense", "unknown environment 'nonsense'"),
     ("--env reverse --eval-env Snake:size=4", "did you mean snake?"),
     ("--env reverse:length", "write options as key=value"),
+    ("--env reverse snake:lenght=4", "unknown key 'lenght'"),
     ("--num-updates -1 --algo ppo", "--num-updates must be from 0 to 1,000,000,000, not -1"),
+    ("--group-size 1", "--algo grpo compares"),
+    ("--grpo.clip-low 7", "--grpo.clip-low must be from 0 to 1, not 7.0"),
 ])  # fmt: skip
-def test_what_no_other_setting_makes_right_is_answered_before_torch_is_imported(
-    tmp_path, args, message
-):
-    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
-    done = subprocess.run([sys.executable, "train.py", *args.split()], cwd=ROOT, text=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)},
-                          capture_output=True)  # fmt: skip
+def test_wrong_settings_are_answered_before_torch_is_imported(tmp_path, args, message):
+    done = answer_of(args, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and "loading" not in done.stderr
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    ("--group-size 1", "--algo grpo compares"),
-    ("--grpo.clip-low 7", "--grpo.clip-low must be from 0 to 1, not 7.0"),
-    ("--env reverse snake:lenght=4", "unknown key 'lenght'"),
-])  # fmt: skip
-def test_settings_are_checked_before_transformers_is_imported(tmp_path, args, message):
-    (tmp_path / "torch.py").write_text(STAND_IN)
-    (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
-    done = subprocess.run([sys.executable, "train.py", *args.split()], cwd=ROOT, text=True,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)},
-                          capture_output=True)  # fmt: skip
-    assert done.returncode == 2 and message in done.stderr
+@pytest.mark.parametrize("algo", sorted({*algorithm_names()} - {"scratch"}))
+def test_the_options_that_are_read_without_torch_are_those_of_the_algorithm(algo):
+    read, own = _without_torch(algo).Options, options_of(algo)
+    assert typing.get_type_hints(read, include_extras=True) == typing.get_type_hints(
+        own, include_extras=True
+    )
+    assert (vars(read()), read().needs) == (vars(own()), own().needs)
+    assert vars(read().with_preset()) == vars(own().with_preset())
+    assert inspect.getsource(read) == inspect.getsource(own)  # which has the help texts
 
 
 def test_an_environment_that_an_algorithm_of_the_users_may_register_is_not_refused(tmp_path):

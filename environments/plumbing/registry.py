@@ -225,18 +225,14 @@ class EnvSpec:
         is_own = self.name == "rewarded" and "python:" in " ".join(self.options.values())
         return is_own or not isinstance(ENVIRONMENTS.get(self.name, ""), str)
 
-    def check_name(self) -> None:
-        """Raises UsageError if no environment has this name. Imports nothing."""
-        if self.name not in ENVIRONMENTS and ":" not in self.name:
-            raise unknown_name(self.name)
-
     @cached_property  # the file of a run may change or go
     def constructor(self) -> Constructor:
         """The class or function that builds the environment."""
         entry = ENVIRONMENTS.get(self.name, self.name)
         if not isinstance(entry, str):
             return entry
-        self.check_name()
+        if ":" not in entry:
+            raise unknown_name(entry)
         try:
             found = import_attribute(entry)
         except UsageError as error:
