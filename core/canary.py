@@ -1,8 +1,10 @@
 """A canary: has the sampler the weights of the trainer?
 
 A small update moves log-probs less than the limit of `sampler_gap`, so that a sampler with older
-weights looks healthy for long. Here both give a short text its log-probs: the trainer now, t, and
-before the last update, b, and the sampler, s. What the sampler lacks, as a multiple of the update:
+weights looks healthy for long. Here the sampler draws four tokens after several beginnings of a
+short text, the first in the pass of the prompts, the others in steps of decoding. Each has three
+log-probs: the trainer's now, t, and before the last update, b, and the sampler's, s. What the
+sampler lacks, as a multiple of the update:
 
     canary = Σ (t - s) · (t - b) / Σ (t - b)²
 
@@ -17,12 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.batching import cut, to_tokens
 from core.policy import Policy, borrowed
+from core.prefix_sharing import num_shared
 from core.sampler import Sampler, SamplingParams
-from core.types import Completion
+from core.scoring import predict
+from core.types import Completion, Rollout, Turn
 
 TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
-PARAMS = SamplingParams(max_tokens=16)  # at temperature 1, always with the same draws
+PLACES = 8  # beginnings of the text, the longest
+PARAMS = SamplingParams(max_tokens=4)  # at temperature 1, always with the same draws
 # in machine epsilons, in nats: 0.5 in bfloat16, where kernels that round differently give SmolLM2's
 # tokens log-probs that differ by 0.04 on average and by up to 0.7; 8e-6 in float32
 ROUNDING = 64
@@ -39,24 +45,39 @@ def compare(
 ) -> Canary:
     """The metric `gap/canary`, and what the next call needs as `before`; {} at first.
 
-    Samples a continuation of TEXT. Equal weights draw the same tokens, and weights that have moved
-    a little mostly do; only tokens that were drawn the last time, too, are compared. There is no
-    metric if these have not moved by ROUNDING (root mean square), at least as far as FEWEST would.
+    Equal weights draw the same tokens, and weights that have moved a little mostly do; only tokens
+    that were drawn the last time, too, are compared. There is no metric if these have not moved by
+    ROUNDING (root mean square), at least as far as FEWEST would.
     """
-    prompt = policy.tokenizer.encode(TEXT, add_special_tokens=False)
-    prompt = prompt[: max(1, policy.max_length - PARAMS.max_tokens)]
-    [drawn] = sampler.sample([prompt], PARAMS, on_progress)
-    now = score(policy, prompt, drawn.token_ids).double()  # [N]
-    pairs = zip(drawn.token_ids, before.get("token_ids", []), strict=False)
-    same = [a == b for a, b in pairs]
-    n = [*same, False].index(False)  # equal tokens at the beginning
-    moved = now[:n] - torch.tensor(before.get("logprobs", [])[:n], dtype=now.dtype)
-    lacking = now[:n] - torch.tensor(drawn.logprobs[:n], dtype=now.dtype)
+    text = policy.tokenizer.encode(TEXT, add_special_tokens=False)
+    text = text[: max(1, policy.max_length - PARAMS.max_tokens)]
+    prompts = [text[: i + 1] for i in range(len(text))][-PLACES:]
+    drawn = sampler.sample(prompts, PARAMS, on_progress)
+    now = score_all(policy, prompts, drawn)
+    rows: list[tuple[float, ...]] = []  # t, b and s of each token that was drawn then, too
+    for c, t, (ids, b) in zip(drawn, now, before.get("drawn", []), strict=False):
+        rows += zip(t[: num_shared(c.token_ids, ids)], b, c.logprobs, strict=False)
+    t, b, s = torch.tensor(rows, dtype=torch.float64).view(-1, 3).T
     metrics = {}
     rounding = ROUNDING * torch.finfo(policy.dtype).eps
-    if moved.square().sum() > max(n, FEWEST) * rounding**2:
-        metrics["gap/canary"] = (lacking @ moved / (moved @ moved)).item()
-    return metrics, {"token_ids": drawn.token_ids, "logprobs": now.tolist()}
+    if (moved := (t - b).square().sum().item()) > max(len(t), FEWEST) * rounding**2:
+        metrics["gap/canary"] = ((t - s) @ (t - b)).item() / moved
+    return metrics, {"drawn": [[c.token_ids, t] for c, t in zip(drawn, now, strict=True)]}
+
+
+@torch.no_grad()
+def score_all(
+    policy: Policy, prompts: list[list[int]], drawn: list[Completion]
+) -> list[list[float]]:
+    """Log-probs of the tokens of each completion after its prompt, as a training pass has them."""
+    turns = [Turn(prompt, c.token_ids, c.logprobs, c.finish_reason)
+             for prompt, c in zip(prompts, drawn, strict=True)]  # fmt: skip
+    batch = to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
+    logprobs = torch.zeros(len(batch))
+    for micro in cut(batch.sequences, policy.micro_batch_tokens, policy.device,
+                     policy.shares_prefixes):  # fmt: skip
+        logprobs[micro.numbers] = predict(policy, micro, PARAMS.temperature)["logprobs"].cpu()
+    return [x.tolist() for x in logprobs.split([len(c.token_ids) for c in drawn])]
 
 
 @torch.no_grad()

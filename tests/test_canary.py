@@ -3,6 +3,7 @@
 import copy
 import math
 import signal
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import load_small
 
-from core import canary, diagnostics, invariants
+from core import canary, diagnostics, invariants, sampler
 from core.sampler import TorchSampler
 from core.types import Completion
 
@@ -26,7 +27,7 @@ def moved(policy, size, part=""):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("size", [1e-4, 1e-6])
+@pytest.mark.parametrize("size", [1e-4, 2e-6])
 def test_it_is_the_number_of_updates_that_the_sampler_lacks(qwen3_folder, lora_rank, size):
     first = moved(load_small(qwen3_folder, lora_rank=lora_rank), 0.02)
     second = moved(first, size)
@@ -35,8 +36,8 @@ def test_it_is_the_number_of_updates_that_the_sampler_lacks(qwen3_folder, lora_r
     assert metrics == {}  # nothing to compare with
     assert canary.compare(first, TorchSampler(first), before)[0] == {}  # nothing has moved
     _, before = canary.compare(second, TorchSampler(second), before)
-    for sampled, lacking in ((third, 0), (second, 1), (first, 2)):
-        found, _ = canary.compare(third, TorchSampler(sampled), before)
+    for own, lacking in ((third, 0), (second, 1), (first, 2)):
+        found, _ = canary.compare(third, TorchSampler(own), before)
         assert found["gap/canary"] == pytest.approx(lacking, abs=0.1)
 
 
@@ -45,6 +46,30 @@ def test_a_sampler_that_lacks_only_some_layers_is_seen(policy):
     _, before = canary.compare(policy, TorchSampler(policy), {})
     found, _ = canary.compare(third, TorchSampler(moved(policy, 1e-4, "mlp")), before)
     assert 0.2 < found["gap/canary"] < 1.2
+
+
+@pytest.mark.parametrize("stale", ["prompts", "steps"])
+def test_old_weights_in_the_prompts_or_in_the_steps_of_decoding_are_seen(
+    policy, monkeypatch, stale
+):
+    later = moved(policy, 1e-4)
+    models = {"prompts": later.model, "steps": later.model, stale: policy.model}
+    prefill = sampler.prefill
+
+    def mixed(own, *args):
+        cache = prefill(replace(own, model=models["prompts"]), *args)
+        cache.model = replace(own, model=models["steps"]).causal_lm
+        return cache
+
+    _, before = canary.compare(policy, TorchSampler(policy), {})
+    monkeypatch.setattr(sampler, "prefill", mixed)
+    found, _ = canary.compare(later, TorchSampler(later), before)
+    assert found["gap/canary"] > invariants.MIN_LAG
+
+
+def test_what_an_older_version_has_stored_is_not_compared(policy):
+    before = {"token_ids": [1] * 16, "logprobs": [-1.0] * 16}
+    assert canary.compare(policy, TorchSampler(policy), before)[0] == {}
 
 
 def test_there_is_no_metric_where_rounding_hides_the_update(policy):
@@ -59,13 +84,17 @@ def test_rounding_of_16_bits_is_no_lag(policy, monkeypatch, size, measured):
     """Both sides round as SmolLM2 does on an H200: a gap of 0.04 nats on average, up to 0.7."""
     policy.model.bfloat16()
     torch.manual_seed(0)
-    exact, ids, before, lags = torch.zeros(16), [1] * 16, {}, []
-    rounded = lambda: exact + 0.018 * torch.distributions.StudentT(2.0).sample((16,))  # noqa: E731
-    monkeypatch.setattr(canary, "score", lambda *_: rounded())
+    n = canary.PLACES
+    exact, before, lags = torch.zeros(n, 4), {}, []
+    rounded = lambda: (  # noqa: E731
+        exact + 0.018 * torch.distributions.StudentT(2.0).sample((n, 4))
+    ).tolist()
+    monkeypatch.setattr(canary, "score_all", lambda *_: rounded())
     for _ in range(200):
-        exact = exact + size * torch.randn(16)
-        sampler = SimpleNamespace(sample=lambda *_: [Completion(ids, rounded().tolist(), "", "")])
-        metrics, before = canary.compare(policy, sampler, before)
+        exact = exact + size * torch.randn(n, 4)
+        drawn = [Completion([1] * 4, logprobs, "", "") for logprobs in rounded()]
+        drawing = SimpleNamespace(sample=lambda *_, drawn=drawn: drawn)
+        metrics, before = canary.compare(policy, drawing, before)
         lags.append(metrics.get("gap/canary", 0.0))
     assert (sum(lag != 0 for lag in lags) > 100) == measured
     assert max(map(min, pairwise(lags))) < invariants.MIN_LAG
@@ -87,12 +116,12 @@ def test_two_canaries_in_a_row_are_a_warning(lags, named):
 def test_ctrl_c_is_answered_while_a_server_is_waited_for(command, monkeypatch):
     sample = TorchSampler.sample
 
-    def waits(sampler, prompts, params, on_progress=lambda: None):
+    def waits(own, prompts, params, on_progress=lambda: None):
         if params == canary.PARAMS:
             signal.raise_signal(signal.SIGINT)
             on_progress()
             pytest.fail("it goes on")
-        return sample(sampler, prompts, params, on_progress)
+        return sample(own, prompts, params, on_progress)
 
     monkeypatch.setattr(TorchSampler, "sample", waits)
     code, out, _ = command("--eval-num-tasks", 0, "--num-updates", 1)

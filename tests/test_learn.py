@@ -181,7 +181,7 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept, mo
     run = SimpleNamespace(
         progress={"level": 1}, collector=SimpleNamespace(collect=collect), sampler=nullcontext(),
         say=said.append, display=SimpleNamespace(phase=lambda *_, **options: nullcontext(phase)),
-        canary=({}, {"token_ids": [7]}), ahead=SimpleNamespace(take=lambda: None, started=False),
+        canary=({}, {"drawn": [7]}), ahead=SimpleNamespace(take=lambda: None, started=False),
         policy=SimpleNamespace(tokenizer=None), first_update=1, older=deque(maxlen=0),
         interrupt=SimpleNamespace(check_alone=None),
     )  # fmt: skip
@@ -193,7 +193,7 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept, mo
     )  # fmt: skip
     run.cfg = cfg
     sampled, kept = play.play(run, 4)
-    assert compared == [(run.policy, run.sampler, {"token_ids": [7]}, None)]
+    assert compared == [(run.policy, run.sampler, {"drawn": [7]}, None)]
     envs = ["letter_counting:difficulty=3"]  # a level above 2
     for attempt, (drawn, params) in enumerate(calls):
         assert drawn == train_tasks(envs, 5, 4, asked[attempt], 2, attempt)

@@ -54,6 +54,7 @@ PATIENCE_S, TOKEN_S = 600.0, 0.1
 WITHOUT_SERVER_S = 600.0  # how long a run waits for a server before it ends
 PER_SERVER = 256  # requests that are sent to one server at once; it batches them
 AHEAD = 32  # open requests that a server may have more than another, for the sake of its cache
+PROBE_TOKENS = 16
 PROBE_TEMPERATURE = 0.7  # unlike 1, it shows log-probs of another temperature
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 LOCK = ".lock"  # in the folder of an adapter: held while its run may need it
@@ -377,8 +378,9 @@ class ServerSampler(Sampler):
             with suppress(UsageError, Lost):  # it needs no tokenizer: --skip-tokenizer-init
                 body = {"prompt": canary.TEXT, "add_special_tokens": False}
                 found["tokens"] = self._ask(url, "/tokenize", body).json()["tokens"]
-            limit = canary.PARAMS.max_tokens
-            found["sampled"] = self._sample(url, name, self.text, limit, PROBE_TEMPERATURE, 0, [])
+            found["sampled"] = self._sample(
+                url, name, self.text, PROBE_TOKENS, PROBE_TEMPERATURE, 0, []
+            )
         return found
 
     def _load(self, url: str, name: str, has: str) -> None:
