@@ -24,7 +24,9 @@ import __future__
 import ast
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from inspect import signature
@@ -39,6 +41,7 @@ from environments.plumbing.registry import describe_error, find_file, import_fil
 
 FOLDER = Path(algorithms.__file__).parent
 WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch and scratch.py
+_BEFORE_TORCH = ContextVar("before_torch", default=False)
 TEXT_ANNOTATIONS = __future__.annotations.compiler_flag  # they stay texts
 PARTS = ("compute_advantages", "compute_loss", "Options")
 NEEDS = {
@@ -124,13 +127,24 @@ def load_algorithm(cfg: Any) -> Algorithm:
 
 
 def options_of(algo: str) -> type[LoopOptions]:
-    """The `Options` of an algorithm. Imports it, except where torch is not imported yet: then the
-    command line is answered first, for which `_without_torch` is enough.
+    """The `Options` of an algorithm. Imports it, unless `before_torch` says otherwise.
 
     Raises UsageError for a name that does not exist, and for a file that cannot be used.
     """
-    is_read = "torch" not in sys.modules and algo in {*algorithm_names()} - {"scratch"}
+    is_read = _BEFORE_TORCH.get() and algo in {*algorithm_names()} - {"scratch"}
     return (_without_torch if is_read else _load)(algo).Options
+
+
+@contextmanager
+def before_torch() -> Iterator[None]:
+    """Inside, `options_of` reads the algorithms of picoRL without importing torch, which takes
+    seconds. For settings that are checked and dropped: these are other classes than those that the
+    algorithm has when it is imported."""
+    token = _BEFORE_TORCH.set(True)
+    try:
+        yield
+    finally:
+        _BEFORE_TORCH.reset(token)
 
 
 @cache

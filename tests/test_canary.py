@@ -67,6 +67,17 @@ def test_old_weights_in_the_prompts_or_in_the_steps_of_decoding_are_seen(
     assert found["gap/canary"] > invariants.MIN_LAG
 
 
+def test_only_tokens_that_were_drawn_the_last_time_too_are_compared(policy):
+    later = moved(policy, 1e-4)
+    _, before = canary.compare(policy, TorchSampler(policy), {})
+    for ids, _ in before["drawn"]:
+        ids[-1] += 1
+    for _, logprobs in before["drawn"]:
+        logprobs[-1] = -99.0  # of another token
+    found, _ = canary.compare(later, TorchSampler(policy), before)
+    assert found["gap/canary"] == pytest.approx(1, abs=0.1)
+
+
 def test_what_an_older_version_has_stored_is_not_compared(policy):
     before = {"token_ids": [1] * 16, "logprobs": [-1.0] * 16}
     assert canary.compare(policy, TorchSampler(policy), before)[0] == {}

@@ -18,7 +18,7 @@ import train
 from algorithms import grpo
 from algorithms.options import Range
 from core import config
-from core.algorithm import _without_torch, algorithm_names, options_of
+from core.algorithm import algorithm_names, before_torch, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.faults import Fault, UsageError
@@ -296,13 +296,29 @@ def test_wrong_settings_are_answered_before_torch_is_imported(tmp_path, args, me
 
 @pytest.mark.parametrize("algo", sorted({*algorithm_names()} - {"scratch"}))
 def test_the_options_that_are_read_without_torch_are_those_of_the_algorithm(algo):
-    read, own = _without_torch(algo).Options, options_of(algo)
+    with before_torch():
+        read = options_of(algo)
+    own = options_of(algo)
+    assert read is not own is options_of(algo)
     assert typing.get_type_hints(read, include_extras=True) == typing.get_type_hints(
         own, include_extras=True
     )
     assert (vars(read()), read().needs) == (vars(own()), own().needs)
     assert vars(read().with_preset()) == vars(own().with_preset())
     assert inspect.getsource(read) == inspect.getsource(own)  # which has the help texts
+
+
+def test_settings_that_are_read_before_torch_is_imported_may_be_trained_with(tmp_path):
+    """As a script does that imports core first."""
+    file = written(tmp_path, "num_updates: 0\neval_num_tasks: 0\nsave_every: 0\nsft_steps: 0\n")
+    code = f"""import sys; from pathlib import Path; from core.files.run_folder import read_config
+cfg = read_config(Path({str(file)!r}), trust=True)
+import train; sys.exit(train.main(cfg))"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_environment_that_an_algorithm_of_the_users_may_register_is_not_refused(tmp_path):

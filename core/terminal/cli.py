@@ -25,7 +25,7 @@ if interrupt.owns_process():
 import tyro
 
 from core import config
-from core.algorithm import is_file, name_of
+from core.algorithm import before_torch, is_file, name_of
 from core.config import FREE_ON_RESUME, Config
 from core.faults import Fault, RankLost, Stopped, UsageError
 from core.files.run_folder import (
@@ -263,7 +263,8 @@ def answer_at_once(args: list[str]) -> None:
     """Exit for --help and for settings that are wrong, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch for an algorithm of the user's
     try:
-        code = execute(_check, args, starting=True)
+        with before_torch():
+            code = execute(_check, args, starting=True)
     except BrokenPipeError:  # --help | head
         os._exit(0)  # at its usual exit Python would write once more
     if code:
