@@ -25,7 +25,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
@@ -131,8 +131,10 @@ def options_of(algo: str) -> type[LoopOptions]:
 
     Raises UsageError for a name that does not exist, and for a file that cannot be used.
     """
-    is_read = _BEFORE_TORCH.get() and algo in {*algorithm_names()} - {"scratch"}
-    return (_without_torch if is_read else _load)(algo).Options
+    if _BEFORE_TORCH.get() and algo in {*algorithm_names()} - {"scratch"}:
+        with suppress(Exception):  # it needs torch as it is read, for a decorator
+            return _without_torch(algo).Options
+    return _load(algo).Options
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import algorithms
 import train
 from algorithms import grpo
 from algorithms.options import Range
-from core import config
+from core import algorithm, config
 from core.algorithm import algorithm_names, before_torch, options_of
 from core.config import Config, resolve, validate
 from core.extras import chat
@@ -306,6 +307,24 @@ def test_the_options_that_are_read_without_torch_are_those_of_the_algorithm(algo
     assert (vars(read()), read().needs) == (vars(own()), own().needs)
     assert vars(read().with_preset()) == vars(own().with_preset())
     assert inspect.getsource(read) == inspect.getsource(own)  # which has the help texts
+
+
+@pytest.mark.parametrize("line", ["@torch.no_grad()", "import algorithms.tokens as of_tokens"])
+def test_an_algorithm_that_needs_torch_as_it_is_read_is_imported(tmp_path, monkeypatch, line):
+    text = (ROOT / "algorithms/grpo.py").read_text()
+    text = text.replace("def compute_advantages(", f"{line}\ndef compute_advantages(")
+    (tmp_path / "changed.py").write_text(text + "\nLIMIT = max(1, of_tokens.ROUNDING)\n"
+                                         if "import" in line else text)  # fmt: skip
+    monkeypatch.setattr(algorithm, "FOLDER", tmp_path)
+    monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])
+    algorithm_names.cache_clear()
+    try:
+        with before_torch():
+            assert options_of("changed")().clip_low is None
+        assert options_of("changed").__module__ == "algorithms.changed"
+    finally:
+        algorithm_names.cache_clear()
+        sys.modules.pop("algorithms.changed", None)
 
 
 def test_settings_that_are_read_before_torch_is_imported_may_be_trained_with(tmp_path):
