@@ -469,11 +469,11 @@ def test_a_run_learns_on_vllms_servers_while_one_is_killed_and_comes_back(
             engines[1].kill()
             engines[1].start()
 
-    def wait_in_update_5(run, update):
+    def wait_in_update_5(run, update, *others):
         now.update(update=1, sent=-now["sent"])
         while update == 5 and any(server.lost for server in run.sampler.servers):
             run.sampler.step()
-        return collect(run, update)
+        return collect(run, update, *others)
 
     monkeypatch.setattr(ServerSampler, "_send", kill_in_update_2)
     monkeypatch.setattr(play, "collect", wait_in_update_5)
