@@ -53,8 +53,10 @@ def assert_alike(ours, theirs):
             if isinstance(value, dict):  # the warnings, with their numbers
                 assert value.keys() == b[name].keys()
                 continue
+            # Adam's step of a weight whose gradient is nearly 0 is mostly rounding
+            error = 1e-4 if name.startswith("update/") else 1e-5
             if value is not None:  # the interval of equal returns
-                value = pytest.approx(value, rel=1e-5, abs=1e-5)
+                value = pytest.approx(value, rel=error, abs=error)
             assert b[name] == value, name
 
 
