@@ -309,12 +309,13 @@ def test_the_options_that_are_read_without_torch_are_those_of_the_algorithm(algo
     assert inspect.getsource(read) == inspect.getsource(own)  # which has the help texts
 
 
-@pytest.mark.parametrize("line", ["@torch.no_grad()", "import algorithms.tokens as of_tokens"])
-def test_an_algorithm_that_needs_torch_as_it_is_read_is_imported(tmp_path, monkeypatch, line):
+@pytest.mark.parametrize("lines", [
+    "@torch.no_grad()\n", "import algorithms.tokens as of_tokens\nLIMIT = of_tokens.ROUNDING\n"
+])  # fmt: skip
+def test_an_algorithm_that_needs_torch_as_it_is_read_is_imported(tmp_path, monkeypatch, lines):
     text = (ROOT / "algorithms/grpo.py").read_text()
-    text = text.replace("def compute_advantages(", f"{line}\ndef compute_advantages(")
-    (tmp_path / "changed.py").write_text(text + "\nLIMIT = max(1, of_tokens.ROUNDING)\n"
-                                         if "import" in line else text)  # fmt: skip
+    text = text.replace("def compute_advantages(", f"{lines}def compute_advantages(")
+    (tmp_path / "changed.py").write_text(text)
     monkeypatch.setattr(algorithm, "FOLDER", tmp_path)
     monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])
     algorithm_names.cache_clear()
