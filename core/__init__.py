@@ -10,7 +10,8 @@ import environments.plumbing.installed  # noqa: E402, F401  (torch and others ma
 
 # In an operation of torch each thread waits for the others in a loop before it sleeps. Beside busy
 # programs the loop takes the core that one of the others needs. A short loop saves a third there,
-# and costs some time on a quiet machine. OpenMP reads these when torch is imported, which this file therefore precedes
+# and costs some time on a quiet machine. OpenMP reads these when torch is imported, which this file
+# therefore precedes
 if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set wins
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # turns of the loop: GNU's library, on Linux
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # ms: LLVM's and Intel's, on macOS and Windows
