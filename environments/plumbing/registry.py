@@ -45,7 +45,6 @@ C = TypeVar("C", bound=Constructor)
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
     "agent": "environments.adapters.agent:Program",
-    "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
     "calculator": "environments.calculator:Calculator",
     "compose": "environments.compose:Compose",
     "connect4": "environments.connect4:connect4",
