@@ -134,7 +134,7 @@ def tab(browser):
 
 def save_small(family, folder, **changes):
     """Saves a model of 2 layers with random weights and biases, and the tokenizer of tiny."""
-    from runs.families.families import save_model
+    from small_models import save_model
 
     shape = {"vocab_size": 704, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
              "initializer_range": 0.2}  # fmt: skip

@@ -6,6 +6,7 @@ Some families scale or cap their logits, have layers without attention, or apply
 from unittest.mock import patch
 
 import pytest
+import small_models
 import torch
 from conftest import load_small, save_small
 
@@ -15,7 +16,6 @@ from core.faults import UsageError
 from core.loading import load_policy
 from core.policy import Policy
 from core.sampler import SamplingParams, TorchSampler
-from runs.families import families
 
 IMAGES = "Gemma3 with images"
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -23,7 +23,7 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
 FAMILIES = {  # what each does to its logits, or which layers it has; the settings
     "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
     "Gemma2": {"final_logit_softcapping": 2.0, "sliding_window": 8},
-    IMAGES: {"text_config": families.SHAPE | {"final_logit_softcapping": 2.0},
+    IMAGES: {"text_config": small_models.SHAPE | {"final_logit_softcapping": 2.0},
              "vision_config": VISION, "mm_tokens_per_image": 1},
     "FalconH1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,
                  "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
@@ -39,8 +39,8 @@ FAMILIES = {  # what each does to its logits, or which layers it has; the settin
 def save(family, folder):
     """Saves a small model of a family with random weights; returns its folder."""
     classes = {IMAGES: ("Gemma3Config", "Gemma3ForConditionalGeneration")}
-    with patch.dict(families.CLASSES, classes):
-        return families.save_model(family, folder, **FAMILIES[family])
+    with patch.dict(small_models.CLASSES, classes):
+        return small_models.save_model(family, folder, **FAMILIES[family])
 
 
 def prompts_of(policy):

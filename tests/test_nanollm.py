@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from conftest import FAMILIES, save_small
+from small_models import save_model, train
 from test_process_state import state
 from test_sampler import check_ends, check_first_tokens, staggered, trainer_gap
 
@@ -22,7 +23,6 @@ from core.faults import UsageError
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.sampler import Request, SamplingParams, TorchSampler
-from runs.families.families import save_model, train
 
 pytestmark = pytest.mark.vllm
 

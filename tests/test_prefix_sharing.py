@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import load_small, rollouts_of, save_small
+from small_models import save_model
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +19,6 @@ from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.prefix_sharing import make_tree
 from core.scoring import predict
-from runs.families.families import save_model
 
 
 def random_sequences(seed):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import metrics_of
 from safetensors.torch import load_file
+from small_models import train
 from test_sampler import trainer_gap
 
 from core.config import Config
@@ -13,7 +14,6 @@ from core.files.checkpoint import export_model
 from core.files.models import folder_of_model, load_exported
 from core.loading import load_policy
 from core.sampler import SamplingParams, TorchSampler
-from runs.families.families import train
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs picorl[quantize]")
 PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4

@@ -1,16 +1,16 @@
 """NanoLLM with a model whose weights vLLM has to copy; test_nanollm.py has those that it shares.
 
-These tests need vLLM: `pytest -m vllm`. runs/families tries many more families.
+These tests need vLLM: `pytest -m vllm`. runs/families has many more families.
 """
 
 import re
 
 import pytest
+from small_models import gaps, greedy_equal, save_model, train
 
 from core.config import Config
 from core.loading import load_policy
 from core.nanollm import NanoLLM
-from runs.families.families import gaps, greedy_equal, save_model, train
 
 pytestmark = pytest.mark.vllm
 
