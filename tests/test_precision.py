@@ -19,7 +19,7 @@ def gaps(policy):
 
 
 def test_the_gap_by_precision(qwen3_folder):
-    """-rP prints the table of runs/precision."""
+    """-rP prints it as a table."""
     mean = {}
     for dtype, head in [
         ("float64", False), ("float32", False), ("float16", False), ("float16", True),
