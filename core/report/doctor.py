@@ -1,6 +1,6 @@
 """What a run shows: at most three findings, the one that matters most first.
 
-    python -m core.report.doctor runs/<name>     # or the output_dir of TRL's GRPOTrainer
+    python -m core.report.doctor runs/<name>
 
 Each says what was measured, where to look, and what to do next. Is the run sound? Is it learning,
 or is the answer in the noise? Why is the reward flat, and the loss 0? Does the policy exploit its
@@ -20,7 +20,6 @@ from core.config import trust_flags
 from core.faults import UsageError
 from core.files.run_folder import again, quoted, read_settings
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
-from core.report import trl_runs
 from core.report.summary import logged_warnings, num_updates
 from core.results import Record, accuracies_of, before_after, from_to, never_right, returns_of
 from core.terminal import cli
@@ -102,8 +101,7 @@ def _current_warnings(
 def _example(folder: Path) -> str:
     """The first answer of training, whose reward a reader can judge, and its row in the data. Of an
     episode with several it is the last one; the environment may speak after it."""
-    theirs = trl_runs.is_theirs(folder)
-    for rollout in trl_runs.rollouts(folder) if theirs else iter_records(folder / ROLLOUTS):
+    for rollout in iter_records(folder / ROLLOUTS):
         question = asked = answer = ""
         for message in rollout.get("messages", []) if rollout.get("kind") == "train" else []:
             text = printable(str(message.get("content")))[:200]
@@ -315,18 +313,11 @@ def main(args: list[str]) -> int:
         if not folders:
             raise UsageError("name the folder of a run: python -m core.report.doctor runs/a")
         for folder in map(Path, folders):
-            if theirs := trl_runs.is_theirs(folder):
-                config, records = trl_runs.read(folder)
-            else:
-                config = read_settings(folder / "config.yaml")
-                records = read_records(folder / METRICS)
+            config = read_settings(folder / "config.yaml")
+            records = read_records(folder / METRICS)
             nothing = (f"Nothing stands out up to update {num_updates(records)}. Two evaluations "
                        "show whether it learns (--eval-num-tasks, --eval-every)")  # fmt: skip
-            found = findings(folder, config, records)
-            said = [*map(str, found)] or [nothing]
-            if theirs:
-                said = trl_runs.lines(folder, config, records, found, nothing)
-            for line in said:
+            for line in lines(folder, config, records) or [nothing]:
                 print(f"{folder}: {line}" if len(folders) > 1 else line)
         return 0
 
