@@ -170,9 +170,8 @@ class OptimizationOptions:
     # constant, or falling to 0 at the end of the run.
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_updates: Count = 0  # Updates over which the learning rate rises to --lr.
-    # adamw8bit: its moments in 8 bits; adamw_bf16_sr: bfloat16 weights without float32 masters,
-    # rounded stochastically. Both need less memory: runs/optimizer_memory.
-    optimizer: Literal["adamw", "adamw8bit", "adamw_bf16_sr"] = "adamw"
+    # adamw8bit: its moments in 8 bits, which need less memory, with bitsandbytes.
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     # Keep masters, gradients and moments in the host's memory and take the steps there.
     offload_optimizer: bool = False
     # Tokens in one forward and backward pass; None: 2048 for tiny and smollm2, else what fits.
@@ -332,8 +331,6 @@ CONFLICTS = [
     ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
     ("vllm_eager", "sampler=torch openai server"),
     ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
-    ("optimizer=adamw_bf16_sr", "dtype=float64 float32 float16"),
-    ("optimizer=adamw_bf16_sr", "lora_rank"), ("optimizer=adamw_bf16_sr", "offload_optimizer"),
     ("shard_optimizer=on", "optimizer"), ("overlap", "sampler=vllm openai"),
     ("overlap", "curriculum"), ("keep_best", "sampler=openai"),
 ]  # fmt: skip

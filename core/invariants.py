@@ -305,7 +305,7 @@ def weights_unchanged(records: list[Record], cfg: Config) -> str:
     last = [r for r in records[-TWICE:] if finite(r, "update/steps") > 0
             and r["update"] > max(1, value_warmup(cfg))]  # fmt: skip
     least = min((finite(r, "update/unchanged") for r in last), default=0.0)
-    untrained = cfg.optimizer == "adamw_bf16_sr" or getattr(cfg.options, "value_coef", 1) == 0
+    untrained = getattr(cfg.options, "value_coef", 1) == 0
     if len(last) < TWICE or not 0 < least < 1 or untrained:
         return ""
     name = last[-1].get("example/unchanged", "")

@@ -2,14 +2,16 @@
 
 Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
 smaller than |w|/256 is rounded away; at a learning rate of 1e-6 that is nearly every update.
---optimizer adamw_bf16_sr has no masters and rounds stochastically (core/extras/piecewise_adamw.py).
 
 Bytes a weight, for bfloat16 weights that are all trained; runs/optimizer_memory has measured them:
 
-    --optimizer       weight   master   gradient          moments   sum
-    adamw             2        4        4 (sum, float32)  8         18
-    adamw8bit         2        4        4 (sum, float32)  2.03      12.03
-    adamw_bf16_sr     2        -        2 (sum, bfloat16) 2 + 4     10
+    --optimizer   weight   master   gradient (float32)   moments   sum
+    adamw         2        4        4                    8         18
+    adamw8bit     2        4        4                    2.03      12.03
+
+adamw8bit is bitsandbytes' AdamW8bit (pip install -e ".[quantize]"): a moment is a code for one of
+256 values, times the float32 scale of its block of 256 weights (arXiv:2110.02861). Tensors with
+fewer than 4,096 weights have float32 moments.
 
 --offload-optimizer keeps masters, gradients and moments in the host's memory and takes the step
 there (arXiv:2101.06840): 2 bytes a weight stay on the GPU. Every micro-batch sends its gradients to
@@ -43,21 +45,31 @@ def fused_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Opt
     return adamw
 
 
+def adamw_8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """AdamW8bit of bitsandbytes, an optional package. Its moments exist from the start, too."""
+    from bitsandbytes.optim import AdamW8bit
+
+    adamw = AdamW8bit(groups, **options)
+    for number, group in enumerate(adamw.param_groups):
+        for place, p in enumerate(group["params"]):
+            adamw.init_state(group, p, number, place)
+    return adamw
+
+
 class MasterAdamW:
     """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
 
-    `offload`: all weights have masters, in the host's memory; `has_masters` False: no others do.
-    `make_adamw` makes the optimizer of the masters, which may have any shape.
+    `offload`: all weights have masters, in the host's memory. `make_adamw` makes the optimizer of
+    the masters.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], loss_scale: float = 1.0, offload: bool = False,
-        has_masters: bool = True,
         make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw, **options: Any,
     ):  # fmt: skip
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
-        self.has_masters, self.offload = has_masters, offload
+        self.offload = offload
         groups = [{**g, "params": self._make_masters(g["params"])} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
         self.adamw = make_adamw(groups, **options)
@@ -69,7 +81,7 @@ class MasterAdamW:
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         exact = weight.dtype == dtype_of_master(weight)
-        if (exact or not self.has_masters) and not self.offload:
+        if exact and not self.offload:
             return weight
         start = weight.detach() if exact else weight.detach().float()
         on_host = torch.empty(weight.shape, dtype=start.dtype) if self.offload else None
@@ -139,7 +151,11 @@ class MasterAdamW:
         for group in self.adamw.param_groups:
             if "fused" in group:  # takes elements in the order of their memory; vLLM may change it
                 group["fused"] = all(p.is_contiguous() for p in group["params"])
+        places = [p.data for p in self.masters]
         self.adamw.step()
+        for p, place in zip(self.masters, places, strict=True):
+            if p.data_ptr() != place.data_ptr():  # bitsandbytes has laid it out in another order
+                p.data = place.copy_(p.data)
         for weight, master in self.pairs:  # in place: the sampler may share the tensor
             weight.copy_(pinned_copy(master, weight.dtype) if self.offload else master)
 
@@ -211,7 +227,8 @@ class MasterAdamW:
         groups = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict(state["adamw"] | {"param_groups": groups})
         for moments in self.adamw.state.values():  # may come from weights in another layout
-            moments |= {name: tensor.contiguous() for name, tensor in moments.items()}
+            tensors = {name: x for name, x in moments.items() if isinstance(x, Tensor)}
+            moments |= {name: tensor.contiguous() for name, tensor in tensors.items()}
         for (_, master), saved in zip(self._low_precision(), state["masters"], strict=True):
             master.copy_(saved)
         for weight, master in self.pairs:

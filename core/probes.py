@@ -88,7 +88,7 @@ class WeightProbe:
         if moved and cfg.lr:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
         low = [(w, m) for w, m in self._holders() if w.dtype.itemsize == 2]
-        if low and cfg.optimizer != "adamw_bf16_sr" and not self._in_pieces:
+        if low and not self._in_pieces:
             pairs = zip(*(elements([*column]) for column in zip(*low, strict=True)), strict=True)
             apart = [(weight != master).double().mean().item() for weight, master in pairs]
             found["update/masters_apart"] = statistics.fmean(apart)

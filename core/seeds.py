@@ -15,7 +15,7 @@ import numpy as np
 
 # purposes
 TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION = range(1, 6)
-OPPONENTS, ROUNDING = 7, 8
+OPPONENTS = 7
 
 
 @lru_cache(maxsize=4096)  # the episodes of a round share theirs

@@ -91,8 +91,6 @@ def test_each_fact_has_two_sides(name, fine, wrong):
                             "gap__logprob_mean": 0}),
         ({"filter_groups": 2}, {"gap__surprise": 0.1, "gap__surprise_z": 9.0,
                                 "policy__entropy": 1.0, "gap__logprob_mean": 0}),
-        ({"optimizer": "adamw_bf16_sr", "dtype": "bfloat16"}, ALIVE | {"update__unchanged": 0.1}),
-        ({"optimizer": "adamw_bf16_sr", "dtype": "bfloat16"}, ALIVE | {"update__step_size": 9.0}),
         ({"gamma": 0.9}, ALIVE | {"update__direction": -0.5, "gap__logprob_mean": 1e-7}),
         ({"reward_coef": 0.0}, ALIVE | {"update__direction": -0.5, "gap__logprob_mean": 1e-7}),
         ({"kl_coef": 1.0}, ALIVE | {"update__direction": -0.5, "gap__logprob_mean": 1e-7}),

@@ -1,20 +1,32 @@
 """Low-precision weights lose no update: float32 masters, and loss scaling for float16."""
 
+import importlib.util
+import io
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from core.config import Config
+from core.faults import UsageError
+from core.loop.open import optimizer_for
 from core.optimizer import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
     MIN_SCALE,
     MasterAdamW,
+    adamw_8bit,
+    fused_adamw,
     make_optimizer,
 )
 
 LR = 1e-6
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs picorl[quantize]"
+)
+KINDS = [fused_adamw, pytest.param(adamw_8bit, marks=needs_bitsandbytes)]
 
 
 def weights_and_gradients(dtype):
@@ -42,11 +54,13 @@ def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6():
     assert (moved * -gradient).mean().item() == pytest.approx(100 * LR, rel=0.1)
 
 
-def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order(kind):
     start, gradient = torch.arange(6.0).view(2, 3), torch.tensor([[1.0, -2, 0.1], [3, 5, -0.5]])
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     usual = nn.Parameter(torch.ones(1))  # in the usual order, beside the other
-    optimizer = MasterAdamW([{"params": [ours, usual], "lr": 0.1}], weight_decay=0.0)
+    groups = [{"params": [ours, usual], "lr": 0.1}]
+    optimizer = MasterAdamW(groups, make_adamw=kind, weight_decay=0.0)
     adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
     place = torch.zeros(3, 2).t()
     ours.data = place.copy_(start)
@@ -166,3 +180,50 @@ def test_an_offloaded_optimizer_takes_the_same_steps_and_keeps_nothing_beside_th
         assert there.grad is None and torch.equal(master.grad, optimizer.masters[0].grad)
         assert optimizer.clip_and_step(1.0) == offloaded.clip_and_step(1.0)
         assert torch.equal(here, there) and master.grad is None
+
+
+@needs_bitsandbytes
+def test_a_moment_of_8_bits_takes_a_byte_and_a_64th_from_the_start():
+    weight = nn.Parameter(torch.ones(256, 256))
+    [moments] = adamw_8bit([{"params": [weight], "lr": LR}]).state.values()
+    each = [moments[name] for name in ("state1", "absmax1", "state2", "absmax2")]
+    assert sum(x.nbytes for x in each) == 2 * (1 + 4 / 256) * 256 * 256
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):
+    """Also where the one that continues is offloaded and the saved one was not, or the reverse. The
+    learning rate is that of the settings."""
+
+    def steps(optimizer, numbers):
+        for number in numbers:
+            [master] = optimizer.masters
+            generator = torch.Generator().manual_seed(number)
+            master.grad = torch.randn(master.shape, generator=generator)
+            optimizer.set_lr(1e-3 if number < 3 else 2e-3)
+            optimizer.step()
+
+    def make(weight, lr, offload=False):
+        groups = [{"params": [weight], "lr": lr}]
+        return MasterAdamW(groups, offload=offload, make_adamw=kind, weight_decay=0.0)
+
+    start = torch.randn((32, 256), generator=torch.Generator().manual_seed(9)) * 0.02
+    whole, part, resumed = (nn.Parameter(start.to(dtype, copy=True)) for _ in range(3))
+    steps(make(whole, 1e-3), range(6))
+    first, file = make(part, 1e-3, offload), io.BytesIO()
+    steps(first, range(3))
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    resumed.data.copy_(part)
+    second = make(resumed, 2e-3, not offload)
+    second.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    steps(second, range(3, 6))
+    assert torch.equal(whole, resumed) and not torch.equal(whole, part)
+
+
+def test_a_device_without_an_8_bit_step_is_refused():
+    policy = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32)
+    with pytest.raises(UsageError, match="no 8-bit step for MPS; add --device cpu"):
+        optimizer_for(Config(optimizer="adamw8bit"), policy)

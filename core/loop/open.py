@@ -44,7 +44,7 @@ from core.loop.reference import load_teacher, reference_bytes
 from core.loop.run import Run
 from core.loop.writer import Writer
 from core.nanollm import make_sampler
-from core.optimizer import MasterAdamW, make_optimizer
+from core.optimizer import MasterAdamW, adamw_8bit, make_optimizer
 from core.policy import Policy, Weights
 from core.pool import is_program
 from core.report import write_pages
@@ -284,8 +284,6 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
 
     Raises UsageError if it does not suit the weights, or if there is no GPU to offload from.
     """
-    if cfg.optimizer == "adamw_bf16_sr" and policy.dtype != torch.bfloat16:
-        raise UsageError("--optimizer adamw_bf16_sr needs bfloat16 weights; add --dtype bfloat16")
     if cfg.offload_optimizer and policy.device.type != "cuda":
         raise UsageError("--offload-optimizer moves the optimizer from a GPU to the host's memory; "
                          f"remove it with --device {policy.device.type}")  # fmt: skip
@@ -293,10 +291,8 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
         raise UsageError("--optimizer adamw8bit: bitsandbytes has no 8-bit step for MPS; add "
                          "--device cpu")  # fmt: skip
     kind, options = MasterAdamW, dict[str, Any]()
-    if cfg.optimizer != "adamw":
-        from core.extras.piecewise_adamw import optimizer_options
-
-        options = optimizer_options(cfg.optimizer, cfg.seed)
+    if cfg.optimizer == "adamw8bit":
+        options["make_adamw"] = adamw_8bit
     elif cfg.shard_optimizer != "off" and distributed.num_ranks() > 1:
         from core.extras.sharded_optimizer import ShardedAdamW as kind
     return make_optimizer(

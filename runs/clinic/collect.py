@@ -44,7 +44,7 @@ ODD = """
 --lr-schedule linear | --lr-schedule cosine --warmup-updates 2 | --group-size 2
 --group-size 32 --num-prompts 2 | --num-prompts 1 | --filter-groups 2 | --curriculum 0.8
 --staleness 1 | --overlap | --mask-truncated-completions --max-tokens 24
---overlong-buffer 8 --max-tokens 32 | --optimizer adamw_bf16_sr --dtype bfloat16 --lr 1e-4
+--overlong-buffer 8 --max-tokens 32
 --max-tokens-per-micro-batch 256 | --env iterated_game:opponent=self | --env tic_tac_toe
 --env connect4 --max-turns 10 | --env reverse | --env math_qa:level=1 | --env calculator
 --env letter_counting --env reverse | --env alphabet_sort --max-turns 8
