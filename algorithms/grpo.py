@@ -21,7 +21,7 @@ default is dapo: every token counts the same, whatever the length of its rollout
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
     max_rl     as dapo, but divides by the mean of the group            arXiv:2602.02710 (README.md)
 
-variants/ has other formulas: gspo, cispo, dppo, gdpo, kl_cov, opsm, sdpo and echo.
+variants/ has other formulas: gspo, cispo, dppo and sdpo.
 
 Differences from the papers: there is no KL term unless --kl-coef is set. Then its estimator is k2
 (--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ (kl.py). `token`

@@ -15,8 +15,8 @@ and, where `compute_loss` needs more than log-probs, one optional function
                                           core/scoring.py, whose function takes its place otherwise
 
 `Options.needs` says with words of NEEDS what an algorithm needs beyond the rewards of single
-rollouts: with "feedback" its vectors are those of core/feedback.py, as sdpo has them, with
-"observations" those of core/observations.py, as echo has them. algorithms/README.md has an example.
+rollouts: with "feedback" its vectors are those of core/feedback.py, as sdpo has them.
+algorithms/README.md has an example.
 """
 
 import __future__
@@ -48,12 +48,9 @@ NEEDS = {
     "groups": "compares the rollouts of a group: --group-size 2 or more",
     "value_head": "reads the values that the policy estimates, before the first step too",
     "old_logprobs": "reads tokens.old_logprobs in compute_advantages",
-    "several_steps": "has no effect with one gradient step per update: --num-minibatches 4",
     "turn_credit": "credits each token by itself: --credit turn",
     "episode_credit": "knows no turns: --credit episode",
-    "reward_parts": 'reads the rewards that an environment reports as info["reward_<name>"]',
     "feedback": "learns from what would have been right: Step.feedback, or demonstrate()",
-    "observations": "predicts what the environment says between two turns",
     "own_kl": "has a KL of its own, a term of the loss",
     "own_draw": "draws tokens itself, with torch",
     "no_kl_in_reward": "divides its advantages, so in a group with equal rewards "

@@ -20,7 +20,6 @@ they share (core/prefix_sharing.py): `tree` changes no value beyond rounding.
 """
 
 import itertools
-import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -80,11 +79,6 @@ class Batch(Tokens):
     env_turn: Tensor  # int64: the number of the token's turn
     completion_lengths: Tensor  # int64: tokens of a completion, at its last token; else 0
     hit_token_limit: Tensor  # bool: the completion of this token hit the token limit
-    # [S, parts] float64: rewards of its rollout that the environment reports one by one, NaN where
-    # it has none, and their weights
-    env_reward_parts: Tensor
-    reward_parts: Tensor
-    reward_weights: Tensor
 
     def __init__(
         self, rollouts: list[Rollout], sequences: list[Sequence], vectors: Mapping[str, Tensor]
@@ -123,7 +117,6 @@ class MicroBatch:
     predictors: Tensor  # [n] int64: place of the hidden state of the token before each
     targets: Tensor  # [n] int64: the ids of the sampled tokens
     kept_ids: list[Kept | None] | None  # of each sampled token (Completion.kept_ids); None: all ids
-    step: list[Sequence]  # all sequences of the gradient step
 
 
 @dataclass
@@ -156,7 +149,7 @@ def to_tokens(rollouts: list[Rollout]) -> Batch:
         sequences += begun
     vectors = {name: torch.tensor(table[name], dtype=dtype) for name, dtype in VECTORS.items()}
     vectors["number"] = torch.arange(len(vectors["rollout"]))
-    return Batch(rollouts, sequences, vectors | _reward_parts(rollouts, vectors["rollout"]))
+    return Batch(rollouts, sequences, vectors)
 
 
 VECTORS = {
@@ -169,26 +162,6 @@ VECTORS = {
     "env_rewards": torch.float32,
     "sampler_logprobs": torch.float32,
 }  # what `to_tokens` knows of each token
-
-
-def reward_parts(rollout: Rollout) -> dict[str, tuple[float, float]]:
-    """For --algo gdpo: (info["reward_<name>"], its weight info["weight_<name>"]) by name.
-
-    >>> info = {"reward_right": True, "reward_brief": 0.5, "weight_brief": 0.1}
-    >>> reward_parts(Rollout("e", "player", 0, 0, info=info))
-    {'right': (1.0, 1.0), 'brief': (0.5, 0.1)}
-    """
-    numbers = {k: float(x) for k, x in rollout.info.items() if isinstance(x, bool | int | float)}
-    names = [k.removeprefix("reward_") for k in numbers if k.startswith("reward_")]
-    return {k: (numbers[f"reward_{k}"], numbers.get(f"weight_{k}", 1.0)) for k in names}
-
-
-def _reward_parts(rollouts: list[Rollout], of: Tensor) -> dict[str, Tensor]:
-    named = [reward_parts(rollout) for rollout in rollouts]
-    names = sorted({name for row in named for name in row})
-    rows = [[row.get(name, (math.nan, 0.0)) for name in names] for row in named]
-    parts = torch.tensor(rows, dtype=torch.float64).view(len(rollouts), len(names), 2)[of]
-    return {"env_reward_parts": parts[..., 0], "reward_weights": parts[..., 1]}
 
 
 def shape_rewards(cfg: Config, batch: Batch) -> None:
@@ -215,7 +188,6 @@ def shape_rewards(cfg: Config, batch: Batch) -> None:
         batch.discounts[batch.completion_lengths > 0] = cfg.gamma
     else:
         batch.rewards, batch.turn = rewards * cfg.gamma**batch.env_turn, batch.env_turn * 0
-    batch.reward_parts = cfg.reward_coef * batch.env_reward_parts
 
 
 def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> None:
@@ -278,15 +250,12 @@ def micro_batches(
     their own, which by default need no backward pass.
     """
     chosen = set(range(len(batch.rollouts)) if rollouts is None else rollouts)
-    step = [sequence for sequence in batch.sequences if sequence.rollout in chosen]
     learns = set[int](chosen)
     if "advantages" in batch:
         learns &= set(batch.rollout[batch.advantages != 0].tolist())
     for some in (learns, chosen - learns):
-        mine = distributed.shard([s for s in step if s.rollout in some], len)
-        for micro in cut(mine, policy.micro_batch_tokens, policy.device, policy.shares_prefixes):
-            micro.step = step
-            yield micro
+        mine = distributed.shard([s for s in batch.sequences if s.rollout in some], len)
+        yield from cut(mine, policy.micro_batch_tokens, policy.device, policy.shares_prefixes)
 
 
 def cut(
@@ -327,5 +296,5 @@ def _micro(
         sequences=sequences, input_ids=ids.to(device), nodes=nodes.to(device),
         tree=tree and tree.to(device), numbers=numbers[rows, at + 1],
         predictors=nodes[rows, at].to(device), targets=ids[rows, at + 1].to(device),
-        kept_ids=kept if any(kept) else None, step=sequences,
+        kept_ids=kept if any(kept) else None,
     )  # fmt: skip

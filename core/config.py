@@ -337,7 +337,7 @@ CONFLICTS = [
 # What an algorithm refuses, by its needs (core/algorithm.py)
 REFUSED = {
     "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
-    "reward_parts": ["gamma", "overlong_buffer", "kl_in"], "no_kl_in_reward": ["kl_in"],
+    "no_kl_in_reward": ["kl_in"],
     "own_kl": ["kl_in", "kl_estimator"],
     "own_draw": ["top_p", "top_k", "min_p", "sampler=vllm server openai"],
 }  # fmt: skip
@@ -563,8 +563,6 @@ def _algorithm_problems(cfg: Config) -> Iterator[str]:
                 yield f"{_shown(cfg, text)}: --algo {name} {why}; change or remove it"
     if "groups" in reasons and cfg.num_updates and cfg.group_size < 2:
         yield f"--group-size 1: --algo {name} {NEEDS['groups']}"
-    if "several_steps" in reasons and cfg.num_epochs * cfg.num_minibatches == 1:
-        yield f"--num-minibatches 1: --algo {name} {NEEDS['several_steps']}"
 
 
 def _text_problems(cfg: Config) -> Iterator[str]:

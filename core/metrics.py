@@ -24,7 +24,7 @@ from core.types import Rollout
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
-OF_LAST_STEP = ("loss/weight", "loss/echo")  # sums over weighted tokens, not to be divided again
+OF_LAST_STEP = ("loss/weight",)  # a sum over weighted tokens, not to be divided again
 OF_PASS = {"number", "logprobs", "values", "token_weights", "importance_weights"}  # of each token
 
 

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from algorithms.tokens import group_mean, group_sum, minus, turns_of
-from core.batching import reward_parts, shape_rewards, to_tokens
+from algorithms.tokens import group_mean, minus, turns_of
+from core.batching import shape_rewards, to_tokens
 from core.config import Config, needs
 from core.faults import EpisodesFailed, UsageError
 from core.types import Rollout
@@ -38,14 +38,6 @@ def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rol
 def has_failed(rollout: Rollout) -> bool:
     """Whether the environment failed; a rollout that nobody could judge has no reward either."""
     return bool(rollout.error) and not rollout.no_reward
-
-
-def check_reward_parts(cfg: Config, rollouts: list[Rollout]) -> None:
-    """Raises UsageError if the algorithm needs several rewards and an environment reports none."""
-    silent = {r.env for r in rollouts} - {r.env for r in rollouts if reward_parts(r)}
-    if "reward_parts" in needs(cfg) and silent:
-        raise UsageError(f'--algo {cfg.algo}: {min(silent)} reports no info["reward_<name>"]; add '
-                         "one for each of its rewards, or use --algo grpo")  # fmt: skip
 
 
 def check_feedback(cfg: Config, rollouts: list[Rollout]) -> None:
@@ -81,18 +73,11 @@ def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
     """The groups in which the returns of some turn differ, as the advantages compare them.
 
     Discounted and with the penalty of --overlong-buffer, but before the KL of --kl-in reward, and
-    with the environment's rewards where --reward-coef 0 leaves them out of the training. For an
-    algorithm that compares several rewards: the groups in which one of these differs.
+    with the environment's rewards where --reward-coef 0 leaves them out of the training.
     """
     batch = to_tokens(rollouts)
     shape_rewards(replace(cfg, reward_coef=cfg.reward_coef or 1.0), batch)
     turns = turns_of(batch)
     groups = batch.group[turns.last_token]  # [K], K turns
-    if "reward_parts" in needs(cfg):  # an episode is one turn
-        rewards = batch.reward_parts[turns.last_token]  # [K, parts], NaN where there is none
-        size = group_sum((~rewards.isnan()).double(), groups)
-        mean = group_sum(rewards.nan_to_num(), groups) / size.clamp(min=1)
-        differs = (minus(rewards, mean).nan_to_num() != 0).any(1)
-    else:
-        differs = minus(turns.returns, group_mean(turns.returns, turns.peers)) != 0
+    differs = minus(turns.returns, group_mean(turns.returns, turns.peers)) != 0
     return set(groups[differs].tolist())

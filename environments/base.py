@@ -108,8 +108,7 @@ class Step:
     `reward`: the reward of this response alone.
     `done`: whether the episode has ended.
     `info`: details. `info["correct"]` says whether the task was solved, independent of partial
-    credit. Every other number is averaged into the metrics as `info/<key>`. --algo gdpo takes
-    `info["reward_<name>"]` as a reward by itself, of weight `info["weight_<name>"]`, by default 1.
+    credit. Every other number is averaged into the metrics as `info/<key>`.
     `fresh`: `message` starts a new context: the policy no longer sees the earlier turns.
     `truncated`: with `done`: a limit, such as a number of steps, ended the episode before the task
     did. It is counted as truncated; algorithms/ppo.py says how it is trained on.

@@ -63,13 +63,11 @@ def test_kept_ids_are_those_of_each_token_in_the_order_of_turns():
     assert next(cut(to_tokens([TWO_TURNS]).sequences, 100)).kept_ids is None
 
 
-def test_a_micro_batch_knows_the_sequences_of_its_gradient_step(policy):
+def test_rollouts_without_an_advantage_have_micro_batches_of_their_own(policy):
     batch = to_tokens([TWO_TURNS, DROPPED, TWO_TURNS])
-    [micro] = micro_batches(policy, batch, [0, 1])
-    assert micro.step == batch.sequences[:3]
     batch.advantages = torch.tensor([-1.0] * 4 + [0.0] * 9)  # a negative advantage, too, is one
     learning, others = micro_batches(policy, batch)
-    assert [s.rollout for s in learning.sequences] == [0] and learning.step == batch.sequences
+    assert [s.rollout for s in learning.sequences] == [0]
     assert sorted(s.rollout for s in others.sequences) == [1, 1, 2]
 
 
@@ -158,19 +156,3 @@ def test_rewards_are_discounted_by_the_episode_or_at_the_end_of_each_turn():
     shape_rewards(Config(credit="turn", gamma=0.5), batch)
     assert batch.rewards.tolist() == [0, 0.25, 0, 1] and batch.turn.tolist() == [0, 0, 1, 1]
     assert batch.discounts.tolist() == [1, 0.5, 1, 0.5]
-
-
-def test_the_batch_has_the_rewards_that_the_environment_reports():
-    def rollout(**info):
-        turn = Turn([1], [2], [-0.5], "stop", 1.0)
-        return Rollout("e", "player", 0, 0, turns=[turn], info=info)
-
-    batch = to_tokens([
-        rollout(reward_b=0.5, reward_a=True, weight_b=0.1, correct=True, reward_text="no"),
-        rollout(reward_a=0),
-    ])  # fmt: skip
-    assert batch.env_reward_parts[0].tolist() == [1.0, 0.5]  # a, b
-    assert batch.env_reward_parts[1, 0] == 0 and batch.env_reward_parts[1, 1].isnan()
-    assert batch.reward_weights.tolist() == [[1.0, 0.1], [1.0, 0.0]]
-    shape_rewards(Config(reward_coef=0.5), batch)
-    assert batch.reward_parts[0].tolist() == [0.5, 0.25]

@@ -8,7 +8,7 @@ import torch
 from algorithms import grpo
 from algorithms.grpo import EPS, Options, compute_advantages
 from algorithms.tokens import Tokens, turns_of
-from algorithms.variants import cispo, dppo, gdpo, gspo
+from algorithms.variants import cispo, dppo, gspo
 
 
 def of_returns(returns, group_ids, scale):
@@ -61,23 +61,6 @@ def test_the_deviation_of_a_turn_in_the_batch_is_that_of_the_rollouts_that_have_
     first, second = 1 / (1 + EPS), 1 / (math.sqrt(2) + EPS)
     want = torch.tensor([first, second, -first, -second, 0])
     torch.testing.assert_close(got, want)
-
-
-def test_gdpo_counts_rollouts_with_rewards_and_sees_rewards_that_cancel():
-    """Two rewards of a group of three, and a rollout that has none."""
-    nan = float("nan")
-
-    def advantages(parts):
-        rewards, rollout = torch.tensor(parts, dtype=torch.float64), torch.arange(len(parts))
-        tokens = Tokens(rollout=rollout, group=rollout * 0, reward_parts=rewards,
-                        reward_weights=torch.ones_like(rewards))  # fmt: skip
-        return gdpo.compute_advantages(tokens, gdpo.Options()).tolist()
-
-    # of 1 and 0 the std is √½, so both are ±√½ / √½ = ±1·√½, whose std over two rollouts is 1
-    found = advantages([(1.0, nan), (0.0, nan), (nan, nan)])
-    assert found == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0], abs=1e-3)
-    # each rollout gains by one reward what it loses by the other
-    assert advantages([(0.1, 0.3), (0.2, 0.2), (0.3, 0.1)]) == [0, 0, 0]
 
 
 def test_scalerl_takes_the_deviation_of_the_batch_and_the_mean_of_each_group():

@@ -10,7 +10,7 @@ import torch
 from algorithms import grpo, ppo, reinforce
 from algorithms.off_policy import importance_weights, sampler_ratio
 from algorithms.tokens import Tokens
-from algorithms.variants import cispo, dppo, gspo, opsm
+from algorithms.variants import cispo, dppo, gspo
 from runs.off_policy import atlas
 
 INF = float("inf")
@@ -61,32 +61,6 @@ def test_importance_weights_multiply_the_gradient_of_each_token(algorithm):
     loss, _ = algorithm.compute_loss(tokens, options)
     [gradient] = torch.autograd.grad(loss, tokens.logprobs)
     assert gradient.tolist() == pytest.approx([-0.25 * 3 * 1, -0.75 * 0.5 * -2])
-
-
-def test_rejected_tokens_have_weight_0_and_are_counted():
-    """Sequences with ratios π_old / π_sampler of 2 and 1/2, 4 and 1, and 1/4."""
-    ratio = torch.tensor([2.0, 0.5, 4.0, 1.0, 0.25])
-    sampler, capped = torch.full((5,), -1.0), [2.0, 0.5, 3.0, 1.0, 0.25]
-    tokens = Tokens(
-        sampler_logprobs=sampler, old_logprobs=sampler + ratio.log(),
-        sequence=torch.tensor([0, 0, 1, 1, 2]), token_weights=torch.full((5,), 1 / 5),
-        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]),
-        in_loss=torch.tensor([True, False, True, False, True]),
-    )  # fmt: skip
-    # on average 2 nats from the sampler in each sequence
-    tokens.logprobs = sampler - torch.tensor([1.0, 3.0, 1.0, 3.0, 2.0])
-
-    def weights(**given):
-        tokens.importance_weights = importance_weights(ratio, cap=3.0)
-        options = opsm.Options(**given).with_preset()
-        metrics = opsm.compute_loss(tokens, options)[1]
-        return tokens.importance_weights.tolist(), metrics["weights/rejected"]
-
-    assert weights(limit=0.0) == (pytest.approx(capped), 0)
-    band = weights(limit=0.0, reject_low=0.5, reject_high=1.5)  # the rows' means are 1, 2 and 1/4
-    assert band == (pytest.approx([2.0, 0.5, 0, 0, 0]), 2)  # of the three, those in the loss
-    assert weights(limit=1.5) == (pytest.approx([2.0, 0.5, 0, 0, 0]), 2)
-    assert weights(limit=2.5) == (pytest.approx(capped), 0)
 
 
 def test_otb_weighs_the_returns_of_the_rollouts_that_have_a_token_at_the_place():

@@ -3,9 +3,8 @@
 import pytest
 
 from core.config import Config
-from core.faults import UsageError
 from core.metrics import rollout_metrics
-from core.selection import check_reward_parts, groups_with_spread, with_spread
+from core.selection import groups_with_spread, with_spread
 from core.types import Rollout, Turn
 
 
@@ -38,33 +37,6 @@ def test_the_spread_is_that_of_the_returns_that_advantages_compare(settings, rol
     assert groups_with_spread(cfg, rollouts) == ({0} if differ else set())
     assert with_spread(cfg, rollouts) == (rollouts if differ else [])
     assert rollout_metrics(cfg, rollouts)["groups/zero_std_fraction"] == 1 - differ
-
-
-@pytest.mark.parametrize(
-    ("parts", "differ"),
-    [
-        ([(1, 0), (0, 1)], True),
-        ([(1, 0), (1, None)], False),
-        ([(1, 0), (1, 0)], False),
-        ([(1, 2), (1, None), (0, 2)], True),
-        ([(1, 2), (1, None), (1, 2)], False),
-    ],
-)
-def test_with_gdpo_the_spread_is_that_of_each_reward(parts, differ):
-    rollouts = [played(1.0) for _ in parts]  # the same return
-    for one, (right, brief) in zip(rollouts, parts, strict=True):
-        one.info = {"reward_right": right, "reward_brief": brief}
-    assert groups_with_spread(Config(algo="gdpo"), rollouts) == ({0} if differ else set())
-    assert groups_with_spread(Config(algo="grpo"), rollouts) == set()
-
-
-def test_gdpo_refuses_an_environment_that_reports_no_reward_by_name():
-    silent, speaks = played(1.0), played(1.0, env="f")
-    speaks.info = {"reward_right": True}
-    check_reward_parts(Config(algo="gdpo"), [speaks, played(0.0, env="f")])
-    check_reward_parts(Config(algo="grpo"), [silent])
-    with pytest.raises(UsageError, match="--algo gdpo: e reports no info"):
-        check_reward_parts(Config(algo="gdpo"), [speaks, silent])
 
 
 def test_in_self_play_a_task_is_kept_if_the_returns_of_one_agent_differ():

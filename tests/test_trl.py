@@ -200,20 +200,3 @@ def test_loss_and_gradient_equal_trl_s(folder, weights, variant, beta):
     if beta:
         assert metrics["kl/reference"] == pytest.approx(log["kl"], rel=RELATIVE)
         assert log["kl"] > 0.01
-
-
-def test_gdpo_equals_trl_s_normalize_then_sum(folder, weights):
-    rollouts, rng = draw(folder), random.Random(1)
-    for i, rollout in enumerate(rollouts):
-        rollout.info = {"reward_right": float(rng.random() < 0.3), "weight_brief": 0.5,
-                        "reward_brief": None if i % 5 == 0 else rng.random()}  # fmt: skip
-    for rollout in rollouts[:GROUP]:
-        rollout.info["reward_right"] = 1.0  # no spread in this group
-    columns = [[r.info[f"reward_{name}"] for r in rollouts] for name in ("right", "brief")]
-    assert len({*columns[0][GROUP:]}) == 2
-    ours = our_steps(folder, weights, rollouts, algo="gdpo")
-    theirs = their_steps(
-        folder, weights, rollouts, rewards=columns, reward_weights=[1.0, 0.5],
-        multi_objective_aggregation="normalize_then_sum", **LOSS_TYPES["dapo"],
-    )  # fmt: skip
-    assert_same_steps(ours, theirs)

@@ -42,7 +42,6 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"algo": "scratch", "kl_coef": 0.1, "kl_in": "reward"}, "has a KL of its own"),
     ({"algo": "gspo", "group_size": 1}, "--algo gspo compares the rollouts of a group"),
     ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
-    ({"algo": "kl_cov"}, "--num-minibatches"),
     ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
     ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
     (SERVER | {"adapter_folder": ""}, "--adapter-folder"),

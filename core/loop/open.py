@@ -22,7 +22,6 @@ from core import (
     evaluation,
     feedback,
     memory,
-    observations,
     scoring,
     tasks,
 )
@@ -251,8 +250,6 @@ def _read_out(cfg: Config, algorithm: Algorithm) -> Callable[..., dict[str, torc
     """What is read out of the hidden states of a micro-batch, for `compute_loss`."""
     if "feedback" in config.needs(cfg):
         return partial(feedback.read_out, cfg.options.divergence)
-    if "observations" in config.needs(cfg):
-        return observations.read_out
     return algorithm.read_out or scoring.read_out
 
 

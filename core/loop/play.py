@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from time import perf_counter
 
-from core import canary, observations, probes, selection, tasks
+from core import canary, probes, selection, tasks
 from core.canary import Canary
 from core.loop.run import Run
 from core.loop.staleness import older_weights
@@ -67,9 +67,7 @@ def collect(
         sampled += fresh
         usable = selection.drop_failed(fresh, run.say)
         if update == run.first_update:  # has the algorithm what it needs?
-            selection.check_reward_parts(cfg, usable)
             selection.check_feedback(cfg, usable)
-            observations.check(cfg, policy.tokenizer, usable, run.say)
         if update == 1 and attempt == 0:
             found[0].update(probes.judged_again(cfg, run.collector, usable))
         kept += selection.with_spread(cfg, usable) if cfg.filter_groups else usable

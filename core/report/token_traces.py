@@ -22,7 +22,7 @@ from algorithms.tokens import group_mean, group_std, minus, turns_of
 from core import distributed
 from core.algorithm import FOLDER, Algorithm
 from core.batching import Batch, cut
-from core.config import Config, needs
+from core.config import Config
 from core.metrics import UpdateStats
 from core.policy import Policy
 from core.scoring import predict
@@ -136,7 +136,7 @@ def loss_terms(
             "target": tokens.value_targets,
             "value_term": by["token_weights"] + w * surrogate,
         }  # fmt: skip
-    elif "reward_parts" not in needs(cfg):
+    else:
         turns, options = turns_of(batch), cfg.options
         compared = turns.number if getattr(options, "baseline", "") == "batch" else turns.peers
         scaled = turns.number if getattr(options, "scale_rewards", "") == "batch" else turns.peers

@@ -30,7 +30,7 @@ import record  # noqa: E402
 
 from algorithms import grpo, ppo, reinforce  # noqa: E402
 from algorithms.tokens import Tokens, group_sum, pair_ids, token_weights  # noqa: E402
-from algorithms.variants import cispo, dppo, gdpo, gspo, kl_cov  # noqa: E402
+from algorithms.variants import cispo, dppo, gspo  # noqa: E402
 
 LENGTHS = torch.tensor([1, 2, 3, 3])  # of the completions: end; on, end; on, on, end; on, on, on
 TOKENS = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]])  # 1: end
@@ -132,13 +132,11 @@ def estimate(
         rewards[torch.arange(2 * GROUP), LENGTHS[completions] - 1] = right
         rollout, place = sampled.nonzero(as_tuple=True)  # of each token: [S] and [S]
         old_here = old_logprobs[task, completions][sampled]
-        part = rewards.sum(1, keepdim=True)[rollout]  # of GDPO: one reward
         ones = torch.ones_like(old_here)
         tokens = Tokens(
             rollout=rollout, turn=rollout * 0, sequence=rollout, group=task[rollout],
             rewards=rewards[sampled], discounts=ones, in_loss=rollout >= 0,
-            reward_parts=part, reward_weights=torch.ones_like(part), old_logprobs=old_here,
-            sampler_logprobs=old_here, importance_weights=ones, place=place,
+            old_logprobs=old_here, sampler_logprobs=old_here, importance_weights=ones, place=place,
             energy=energy[task, completions][sampled],
             logprobs=logprobs[task, completions][sampled].requires_grad_(),
         )  # fmt: skip
@@ -179,7 +177,7 @@ def estimators() -> dict[str, tuple[Any, Any, str]]:
         found[f"`reinforce`, {of}"] = known, options, of
     for loss_type in grpo.LOSS_TYPES:
         found[f"`grpo`, loss type {loss_type}"] = grpo, grpo.Options(loss_type), ""  # type: ignore[arg-type]
-    for algorithm in (gspo, cispo, dppo, kl_cov, gdpo):
+    for algorithm in (gspo, cispo, dppo):
         found[f"`{algorithm.__name__.rpartition('.')[2]}`"] = algorithm, algorithm.Options(), ""
     for drop in ("further", "any"):
         tight = dppo.Options(limit=0.1, drop=drop)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@
 --env runs/parts/tasks.py:Words     several words in an episode, one in each turn
 --env runs/parts/tasks.py:Long      the reward is for the length of the response
 --env runs/parts/tasks.py:Length    reports how long wrong answers are
---env runs/parts/tasks.py:Brief     a second, small reward for a short response
 """
 
 from dataclasses import replace
@@ -61,13 +60,3 @@ class Length(LetterCounting):
         step = super().step(response)
         name = "characters_right" if step.info["correct"] else "characters_wrong"
         return replace(step, info=step.info | {name: len(response)})
-
-
-class Brief(LetterCounting):
-    """Two rewards: 1 for a right answer, and up to 0.02 for a short one."""
-
-    def step(self, response: str) -> Step:
-        step = super().step(response)
-        right, brief = float(step.info["correct"]), 0.02 * max(0.0, 1 - len(response) / 64)
-        rewards = {"reward_right": right, "reward_brief": brief}
-        return replace(step, reward=right + brief, info=step.info | rewards)
