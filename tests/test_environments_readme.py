@@ -3,16 +3,15 @@
 import json
 import re
 import shutil
-from dataclasses import fields, replace
-from fnmatch import fnmatch
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import train
 from core import config
-from core.algorithm import algorithm_names, options_of
-from core.other_names import OTHER_NAMES
+from core.algorithm import options_of
+from core.other_names import ADVICE, OTHER_NAMES
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, list_envs, make
 from environments.plumbing.tools import ToolEnv, call_text
@@ -144,41 +143,12 @@ def test_the_environment_for_those_who_come_from_trl_counts(command):
     assert game.step("There.").reward == pytest.approx(0.8)
 
 
-def test_each_name_of_trl_is_a_flag_or_has_advice_that_names_one():
-    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
-    usual = {field.name for field in fields(transformers.TrainingArguments)}
-    own = {field.name for field in fields(trl.GRPOConfig)} - usual
+def test_a_name_of_another_trainer_is_answered_with_flags_that_exist_as_on_the_page():
     known = {*vars(config.Config())}
-    assert own <= known | OTHER_NAMES.keys()
     flags = {f"--{name.replace('_', '-')}" for name in known}
-    flags |= {f"--{algo}.{name.replace('_', '-')}" for algo in algorithm_names()
-              for name in vars(options_of(algo)())}  # fmt: skip
-    for name, advice in OTHER_NAMES.items():
-        assert name not in known, name  # it would never be read
-        assert {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", advice)} <= flags, name
-
-
-def test_the_page_for_those_who_come_from_trl_names_each_field_of_its_own():
-    trl, transformers = pytest.importorskip("trl"), pytest.importorskip("transformers")
-    usual = {field.name for field in fields(transformers.TrainingArguments)}
-    page = README.partition("### From TRL")[2].partition("\n### ")[0]
-    named = re.findall(r"`(\w+\*?)(?:=[^`]*)?`", page)
-    missing = [field.name for field in fields(trl.GRPOConfig) if field.name not in usual
-               and not any(fnmatch(field.name, name) for name in named)]  # fmt: skip
-    assert not missing
-
-
-def test_the_table_for_those_who_come_from_trl_has_the_defaults_of_both():
-    trl = pytest.importorskip("trl")
-    theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
-    cfg = config.Config()
-    ours = {f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()}
-    options = vars(config.resolve(cfg).options)
-    ours |= {f"--grpo.{name.replace('_', '-')}": value for name, value in options.items()}
-    table = README.partition("| `GRPOConfig` |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert len(table) > 20
-    for cells in (line.split("|")[1:-1] for line in table):
-        for names, values, known in ((cells[0], cells[1], theirs), (cells[2], cells[3], ours)):
-            named = [name for name in re.findall(r"`([^`]*)`", names) if name in known]
-            if values.strip():
-                assert re.findall(r"`([^`]*)`", values) == [str(known[n]) for n in named], cells
+    flags |= {f"--grpo.{name.replace('_', '-')}" for name in vars(options_of("grpo")())}
+    assert not known & ADVICE.keys()  # it would never be read
+    for names, said in OTHER_NAMES.items():
+        assert {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", said)} <= flags, names
+        text = re.sub(r"--\S*[^\s:,]", r"`\g<0>`", said)
+        assert f"| {', '.join(f'`{name}`' for name in names.split())} | {text} |" in README

@@ -337,7 +337,7 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
         if name not in kinds or name in COMMAND_LINE_ONLY or name == "options":
             near = similar(name, kinds)
             advice = advice_for(str(name)).replace("write --", "write ") or (
-                f"write {near}" if near else "remove it"
+                f"did you mean {near}?" if near else "remove it"
             )
             if name in COMMAND_LINE_ONLY:
                 advice = f"give {flag(name)} on the command line"

@@ -159,7 +159,7 @@ def _check_words(args: list[str]) -> Config:
     if "." not in word:
         name = word.lstrip("-")
         near = config.similar(name, vars(flags))
-        advice = advice_for(name) or (f"write {config.flag(near)}" if near else HELP)
+        advice = advice_for(name) or (f"did you mean {config.flag(near)}?" if near else HELP)
         raise UsageError(f"{word} is no flag; {advice}")
     return flags
 
