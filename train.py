@@ -132,7 +132,7 @@ def main(cfg: Config) -> int:
 
             # 6. Metrics, evaluation, log, checkpoint
             run.finish_update(update, sampled, batch, stats)
-        return 1 if run.stopped else 0  # by --stop-on, or as 20 updates had no finite gradient
+        return 1 if run.stopped else 0  # as 20 updates had no finite gradient
 
 
 def begin(run: Run) -> None:

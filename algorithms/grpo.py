@@ -26,8 +26,8 @@ variants/ has other formulas: gspo, cispo, dppo and sdpo.
 Differences from the papers: there is no KL term unless --kl-coef is set. Then its estimator is k2
 (--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ (kl.py). `token`
 weights are taken over all groups of a step, as verl and TRL do; DAPO's equation has them within
-each group, which is `prompt`. DAPO's dynamic sampling, overlong penalty and overlong filtering are
-flags of the loop: --filter-groups, --overlong-buffer and --mask-truncated-completions.
+each group, which is `prompt`. DAPO's dynamic sampling and overlong filtering are flags of the
+loop: --filter-groups and --mask-truncated-completions.
 
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """

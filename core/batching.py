@@ -174,11 +174,6 @@ def shape_rewards(cfg: Config, batch: Batch) -> None:
     """
     batch.in_loss = ~(batch.hit_token_limit & cfg.mask_truncated_completions)
     rewards = cfg.reward_coef * batch.env_rewards
-    if cfg.overlong_buffer:
-        # soft overlong punishment, DAPO eq. 13: 0 up to --overlong-buffer before the limit, then
-        # down to -1; lengths are at the last token of each turn, 0 elsewhere
-        beyond = batch.completion_lengths - (cfg.max_tokens - cfg.overlong_buffer)
-        rewards = rewards + -(beyond / cfg.overlong_buffer).clamp(0, 1)
     if cfg.kl_in == "reward" and "ref_logprobs" in batch:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
         rewards = rewards - cfg.kl_coef * kl

@@ -38,7 +38,6 @@ from core.algorithm import (
     options_of,
 )
 from core.faults import UsageError
-from core.warning_texts import WARNINGS
 from environments.plumbing.options import key_value_pairs, read_literal
 from environments.plumbing.registry import absolute, executes_code
 from environments.rewarded import needs_main_thread
@@ -47,10 +46,6 @@ T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
 Count = Annotated[int, Range(0, 10**6)]
 Steps = Annotated[int, Range(0, 10**9)]
-if TYPE_CHECKING:
-    WarningName = str
-else:  # the command line takes these, and lists them
-    WarningName = Literal[(*WARNINGS, "any")]
 
 
 @dataclass(frozen=True)
@@ -133,8 +128,6 @@ class SamplingOptions:
     # Nucleus sampling: keep the most likely tokens up to this probability mass; 1: keep all.
     top_p: Annotated[float, Range(1e-6, 1)] = 1.0
     top_k: Count = 0  # Keep this many of the most likely tokens; 0: keep all.
-    # Keep tokens with at least this fraction of the likeliest one's probability; 0: keep all.
-    min_p: Fraction = 0.0
     # Texts that end a completion, which contains them, such as "</answer>".
     stop: tuple[str, ...] = ()
     # Sample with the weights of this many updates ago, as asynchronous systems do; 0: the newest.
@@ -209,8 +202,6 @@ class AlgorithmOptions:
     tis_level: Annotated[WeightLevel, Needs("tis_cap")] = "token"
     # truncate: cap the importance weights; mask: zero weight outside [1/cap, cap].
     tis_mode: Annotated[Literal["truncate", "mask"], Needs("tis_cap")] = "truncate"
-    # Tokens before --max-tokens over which a length penalty grows from 0 to 1 (DAPO); 0: off.
-    overlong_buffer: Count = 0
     # Exclude completions that hit --max-tokens from the loss.
     mask_truncated_completions: bool = False
 
@@ -240,8 +231,6 @@ class EvaluationOptions:
     eval_samples: Annotated[Count, Needs("eval_num_tasks")] = 0
     # Export the model of the best evaluation, of equal ones the earliest, in place of the last one.
     keep_best: Annotated[bool, Needs("eval_num_tasks")] = False
-    # End the run after this many evaluations without a better one; 0: never.
-    patience: Annotated[Count, Needs("eval_num_tasks")] = 0
 
 
 @dataclass(frozen=True)
@@ -270,8 +259,6 @@ class LoggingOptions:
     # Resume with other settings than those of the checkpoint, and record which.
     allow_changes: Annotated[bool, Needs("resume")] = False
     save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
-    # Warnings that save and stop the run; any: every warning.
-    stop_on: tuple[WarningName, ...] = ()
     # Sampled tokens per update that report.html shows one by one; 0: none.
     microscope: Count = 1024
     # Also send the metrics to this tracker.
@@ -314,8 +301,8 @@ COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes", "has_file")
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
-    *"num_updates max_sampled_tokens save_every track stop_on run_name".split(),
-    *"env_timeout base_url adapter_folder eval_every eval_num_tasks patience".split(),
+    *"num_updates max_sampled_tokens save_every track run_name".split(),
+    *"env_timeout base_url adapter_folder eval_every eval_num_tasks".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     *"shard_optimizer overlap".split(),
     *"gpu_memory_utilization vllm_eager".split(),
@@ -327,7 +314,7 @@ SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".sp
 CONFLICTS = [
     ("quantize", "sampler=openai vllm server"), ("quantize", "dtype=float64"),
     ("top_k", "sampler=openai server"), ("top_p", "sampler=server"),  # which tokens were kept?
-    ("min_p", "sampler=openai vllm server"), ("stop", "sampler=openai server"),
+    ("stop", "sampler=openai server"),
     ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
     ("vllm_eager", "sampler=torch openai server"),
     ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
@@ -339,7 +326,7 @@ REFUSED = {
     "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
     "no_kl_in_reward": ["kl_in"],
     "own_kl": ["kl_in", "kl_estimator"],
-    "own_draw": ["top_p", "top_k", "min_p", "sampler=vllm server openai"],
+    "own_draw": ["top_p", "top_k", "sampler=vllm server openai"],
 }  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "sampler=vllm": ("vllm", "vllm"), "quantize=nf4": ("bitsandbytes", "quantize"),
@@ -614,8 +601,6 @@ def _range_problems(cfg: Config) -> Iterator[str]:
     for name, valid_value, what in [
         ("num_minibatches", cfg.num_minibatches <= rollouts,
          f"at most --num-prompts * --group-size = {rollouts}"),
-        ("overlong_buffer", cfg.overlong_buffer <= cfg.max_tokens,
-         f"at most --max-tokens = {cfg.max_tokens}"),
         ("max_model_len", cfg.max_model_len > cfg.max_tokens,
          f"more than --max-tokens = {cfg.max_tokens}, to leave room for a prompt"),
     ]:  # fmt: skip

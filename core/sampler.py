@@ -19,7 +19,7 @@ their draws differ. V is the vocabulary.
 
 If memory runs out, half of the batch begins again (`_begin_again_with_half`).
 
-Its log-probs are those of the distribution that it draws from, after temperature, min-p, top-k and
+Its log-probs are those of the distribution that it draws from, after temperature, top-k and
 top-p;
 at temperature 0, which draws nothing, those of temperature 1.
 """
@@ -55,20 +55,17 @@ class SamplingParams:
     top_p: float = 1.0  # 1: keeps all tokens
     top_k: int = 0  # 0: keeps all tokens
     seed: int = 0
-    min_p: float = 0.0  # drops tokens less likely than this fraction of the likeliest one
     stop: tuple[str, ...] = ()  # texts that end a completion, which contains them
 
     @property
     def drops_tokens(self) -> bool:
         """Whether some tokens may not be drawn; the trainer has to know which."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 def params_of(cfg: Config, seed: int) -> SamplingParams:
     """How a run samples in training, with a seed for these draws."""
-    return SamplingParams(
-        cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed, cfg.min_p, cfg.stop
-    )
+    return SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed, cfg.stop)
 
 
 @dataclass(eq=False)
@@ -417,10 +414,7 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
 
 
 def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`logits` [C, V] with -inf for the tokens that min-p, top-k or top-p drop, in this order."""
-    if params.min_p > 0:
-        least = logits.max(-1, keepdim=True).values + math.log(params.min_p)
-        logits = logits.masked_fill(logits < least, -torch.inf)
+    """`logits` [C, V] with -inf for the tokens that top-k or top-p drop, in this order."""
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

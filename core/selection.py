@@ -72,7 +72,7 @@ def with_spread(cfg: Config, rollouts: list[Rollout]) -> list[Rollout]:
 def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
     """The groups in which the returns of some turn differ, as the advantages compare them.
 
-    Discounted and with the penalty of --overlong-buffer, but before the KL of --kl-in reward, and
+    Discounted, but before the KL of --kl-in reward, and
     with the environment's rewards where --reward-coef 0 leaves them out of the training.
     """
     batch = to_tokens(rollouts)

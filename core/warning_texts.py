@@ -1,6 +1,6 @@
 """The warnings of core/diagnostics.py: what each means, what to try, and what shows it.
 
-A run reports them by name, --stop-on takes the names, and a report explains them. What makes all
+A run reports them by name, and a report explains them. What makes all
 other numbers meaningless comes first.
 """
 
@@ -61,7 +61,7 @@ WARNINGS = {
     "draws_otherwise": (
         "the sampler draws from another distribution than the one whose log-probs both sides "
         "report",
-        "what the sampler sets by itself: temperature, top-p, top-k, min-p or a repetition "
+        "what the sampler sets by itself: temperature, top-p, top-k or a repetition "
         "penalty, such as from a generation_config.json",
         "gap/surprise",
     ),

@@ -9,12 +9,8 @@ import pytest
 from algorithms import grpo
 from core import diagnostics
 from core.config import KNOWN, Config, resolve
-from core.files.checkpoint import find_checkpoint
 from core.files.run_log import read_records
-from core.terminal import cli
-from core.warning_texts import WARNINGS
 from environments import base
-from environments.plumbing import registry
 
 RUNS = Path(__file__).parent.parent / "runs"
 
@@ -206,28 +202,6 @@ class Unrewarded(base.Env):
 
 FLAGS = """--env unrewarded --sft-steps 0 --num-updates 4 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --eval-every 0 --save-every 0 --max-tokens 4 --device cpu""".split()
-
-
-def test_stop_on_takes_every_warning():
-    names = (*WARNINGS, "any")
-    assert cli.parse(["--stop-on", *names]).stop_on == names
-
-
-def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, monkeypatch):
-    monkeypatch.setitem(registry.ENVIRONMENTS, "unrewarded", Unrewarded)
-    code, out, _ = command(*FLAGS, "--run-name", "a", "--stop-on", "sampler_gap", "no_reward")
-    assert (
-        code == 1
-        and out.count("\nwarning: no_reward: ") == 1
-        and "dead_groups" not in out
-        and "['--resume', 'runs/a']" in out
-    )
-    assert find_checkpoint(Path("runs/a")).progress["update"] == 3
-    assert not Path("runs/a/model").exists() and Path("runs/a/report.html").exists()
-    assert command("--resume", "runs/a")[0] == 0
-    records = read_records(Path("runs/a/metrics.jsonl"))
-    warnings = {r["update"]: [*r["warnings"]] for r in records if "warnings" in r}
-    assert warnings == {3: ["never_stops", "no_reward"]}
 
 
 NOTHING = {"reward__min": 0.0, "reward__max": 0.0, NO_SPREAD: 1.0, RIGHT: 0.0}

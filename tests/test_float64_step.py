@@ -33,7 +33,7 @@ SETTINGS = {
     },
     "grpo by turn, with weights of sequences": {
         "algo": "grpo", "options": grpo.Options(**CLIPS, aggregation="sequence"),
-        "credit": "turn", "gamma": 0.9, "reward_coef": 0.5, "overlong_buffer": 3,
+        "credit": "turn", "gamma": 0.9, "reward_coef": 0.5,
         "tis_cap": 1.2, "tis_level": "product",
     },
     "reinforce, its KL in the reward": {
@@ -43,7 +43,6 @@ SETTINGS = {
     "ppo": {
         "algo": "ppo", "options": ppo.Options(gae_lambda=0.9, clip=0.1, value_clip=0.1),
         "credit": "turn", "gamma": 0.9, "kl_coef": 0.1, "kl_estimator": "k3",
-        "overlong_buffer": 3,
     },
 }  # fmt: skip
 
@@ -132,9 +131,6 @@ def rewards_of(cfg, rollout, old, ref):
     for turn in rollout.turns:
         length = len(turn.completion_ids)
         last = cfg.reward_coef * turn.reward
-        if cfg.overlong_buffer:
-            over = (length - (MAX_TOKENS - cfg.overlong_buffer)) / cfg.overlong_buffer
-            last -= min(1.0, max(0.0, over))
         rewards += [0.0] * (length - 1) + [last]
     if cfg.kl_coef and cfg.kl_in == "reward":
         for i, (o, f) in enumerate(zip(old, ref, strict=True)):

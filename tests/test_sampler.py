@@ -181,9 +181,6 @@ def test_draw_follows_the_distribution():
         ({"top_k": 2}, [2, 3]),
         ({"top_p": 0.6}, [3]),  # the likeliest token has 0.64
         ({"top_p": 0.65}, [2, 3]),
-        ({"min_p": 0.36}, [2, 3]),  # e**-1 is 0.368
-        ({"min_p": 0.37}, [3]),
-        ({"min_p": 0.36, "top_p": 0.7}, [3]),  # of those two the likelier one has 0.73
     ],
 )
 def test_draw_renormalises_over_what_min_p_top_k_and_top_p_keep(options, kept):
@@ -233,7 +230,7 @@ def test_logits_that_overflowed_end_the_run_with_a_line(qwen3_folder, temperatur
 
 def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy):
     """So the importance weights are 1; over all tokens they would be the mass of the kept ones."""
-    params = SamplingParams(12, 0.8, top_p=0.8, top_k=50, seed=2, min_p=0.01)
+    params = SamplingParams(12, 0.8, top_p=0.8, top_k=50, seed=2)
     prompts = PROMPTS[:4]
     completions = TorchSampler(policy).sample(prompts, params)
     turns = [Turn(p, c.token_ids, c.logprobs, c.finish_reason, kept_ids=c.kept_ids)

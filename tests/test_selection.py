@@ -25,7 +25,6 @@ def played(*rewards, tokens=2, group=0, agent="player", env="e"):
         ({"credit": "turn"}, [played(0, 1), played(1, 0)], True),  # turn 1: 1 and 0
         # equal but for rounding
         ({"credit": "turn", "gamma": 0.9}, [played(1, 0.1, 1) for _ in range(7)], False),
-        ({"overlong_buffer": 4, "max_tokens": 8}, [played(1), played(1, tokens=8)], True),
         ({}, [played(0.1, 0.2), played(0.3, 0)], False),  # not the same numbers in float32
         ({}, [played(1, 1e-6), played(1, 0)], True),
         ({"reward_coef": 0.0}, [played(0), played(1)], True),  # a teacher alone trains

@@ -202,7 +202,7 @@ def main(flags: Flags, cfg: Config) -> int:
             _note(f"{OF_TINY}: try /task")
     for number, line in enumerate(read_lines(interactive)):
         text, seed = line.strip(), derive_seed(cfg.seed, number)
-        params = replace(params_of(cfg, seed), min_p=0.0)
+        params = params_of(cfg, seed)
         try:
             if text == "/quit":
                 break
@@ -388,7 +388,7 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
     def respond(chat: list[Message]) -> str:
         ids = speaker.collector.renderer.first_prompt(chat, schemas)
         seed = derive_seed(cfg.seed, len(chat))
-        params = replace(params_of(cfg, seed), min_p=0.0)
+        params = params_of(cfg, seed)
         with speaker.policy.adapters():
             return TorchSampler(speaker.policy).sample([ids], params)[0].text
 

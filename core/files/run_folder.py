@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -49,6 +50,8 @@ DISK_ERRORS = {
 }
 NO_LOCKS = {getattr(errno, e) for e in "ENOSYS ENOLCK ENOTSUP EOPNOTSUPP".split()}
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
+# Settings that config.yaml of an older run may name; they are left out
+REMOVED = "min_p overlong_buffer patience shard_optimizer stop_on".split()
 
 
 def config_to_dict(cfg: Config) -> dict[str, Any]:
@@ -114,6 +117,14 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(options, dict) or not (is_file(algo) or algo in algorithm_names()):
         raise UsageError(f"{file}: algo, or its options: invalid value {reprlib.repr(algo)}")
     return typed | {name: options}
+
+
+@cache
+def say_removed(file: Path) -> None:
+    """Prints, once in a process, which settings of an older run's config.yaml are left out."""
+    names = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
+    if gone := [name for name in names if name in REMOVED and not hasattr(Config, name)]:
+        print(f"{file}: picoRL no longer has {', '.join(gone)}: left out", file=sys.stderr)
 
 
 def without_defaults(settings: dict[str, Any], file: Path | None) -> dict[str, Any]:
@@ -334,6 +345,8 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
     """The texts of a file as the fields of the dataclass `cls`; `prefix` begins the messages."""
     kinds, typed = get_type_hints(cls), {}
     for name, value in values.items():
+        if cls is Config and name in REMOVED and name not in kinds:
+            continue
         if name not in kinds or name in COMMAND_LINE_ONLY or name == "options":
             near = similar(name, kinds)
             advice = advice_for(str(name)).replace("write --", "write ") or (

@@ -1,4 +1,4 @@
-"""--keep-best and --patience: the evaluation with the best result so far, and its model.
+"""--keep-best: the evaluation with the best result so far, and its model.
 
 The best of many evaluations is flattered: part of what makes it the best is chance. So the number
 to publish is that of the exported model on other tasks.
@@ -37,15 +37,14 @@ def score_of(metrics: Record) -> float | None:
 
 
 def note(progress: dict[str, Any], update: int, metrics: Record) -> bool:
-    """Compares an evaluation with the best one before; whether it is better. `progress` keeps both
-    the best one, and how many have followed without being better."""
+    """Compares an evaluation with the best one before; whether it is better. `progress` keeps
+    the best one."""
     score = score_of(metrics)
     if score is None:
         return False
     best = progress.get("best")
     is_better = best is None or score > best[1]
     progress["best"] = [update, score] if is_better else best
-    progress["evaluations_since_best"] = 0 if is_better else progress["evaluations_since_best"] + 1
     return is_better
 
 

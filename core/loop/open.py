@@ -310,7 +310,7 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Algorithm, reserved: i
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept
     drops_tokens = cfg.top_p < 1 or cfg.top_k > 0
-    name = "torch" if cfg.min_p and cfg.sampler == "auto" else cfg.sampler
+    name = cfg.sampler
     return make_sampler(name, policy, cfg.gpu_memory_utilization, reserved, cfg.vllm_eager,
                         drops_tokens, num_rollouts(cfg))  # fmt: skip
 

@@ -114,10 +114,6 @@ class Run:
         while self.next_update <= self.cfg.num_updates and not self.stopped:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
                 break
-            if self.out_of_patience:
-                self.say(f"--patience {self.cfg.patience}: no better evaluation since update "
-                         f"{self.progress['best'][0]}")  # fmt: skip
-                break
             self.interrupt.check()
             self.outputs.writer.check()
             self.started_at = perf_counter()
@@ -168,19 +164,14 @@ class Run:
         self.progress["sampled_tokens"] = tokens
         stop = self.log(update, metrics, sampled)
         self.progress["level"] = self.next_level
-        if stop or is_last or self.out_of_patience or update == 1 or is_due(update, cfg.save_every):
+        if stop or is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
 
     def note_best(self, update: int, metrics: dict[str, Any]) -> None:
         """Keeps the model of an evaluation that is better than all before (--keep-best)."""
-        cfg = self.cfg
-        is_better = (cfg.keep_best or cfg.patience) and best.note(self.progress, update, metrics)
-        if is_better and cfg.keep_best and distributed.rank() == 0:
+        is_better = self.cfg.keep_best and best.note(self.progress, update, metrics)
+        if is_better and distributed.rank() == 0:
             best.save(self.outputs.folder, self.policy)
-
-    @property
-    def out_of_patience(self) -> bool:
-        return 0 < self.cfg.patience <= self.progress.get("evaluations_since_best", 0)
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
@@ -189,8 +180,8 @@ class Run:
     def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
         """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
 
-        Returns whether the run has to stop: because of --stop-on, or because MAX_SKIPPED updates in
-        a row had no finite gradient.
+        Returns whether the run has to stop, because MAX_SKIPPED updates in a row had no finite
+        gradient.
         """
         record = {"update": update, **metrics, **self.start_seconds}
         self.start_seconds = {}
@@ -220,18 +211,12 @@ class Run:
         if update < self.cfg.num_updates and (update == 0 or evaluates(update, cfg.eval_every)):
             self.outputs.write_pages()  # after the last update `open_run` does
         self.progress["update"] = update
-        self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
+        self.stopped = self._too_many_skipped(record)
         return self.stopped
 
     def save(self) -> bool:
         """Saves a checkpoint; see `Outputs.save`."""
         return self.outputs.save(self.policy, self.optimizer, self.progress, self.older)
-
-    def _stops_on(self, warnings: list[str]) -> bool:
-        named = [w for w in warnings if w in self.cfg.stop_on or "any" in self.cfg.stop_on]
-        if named:
-            self.say(f"--stop-on {named[0]}: stopped; resume with: {self.outputs.resume_command()}")
-        return bool(named)
 
     def _too_many_skipped(self, record: dict[str, Any]) -> bool:
         # without different returns there is no gradient, or it is 0: nothing is wrong with that

@@ -35,6 +35,7 @@ from core.files.run_folder import (
     given_settings,
     new_folder,
     read_settings,
+    say_removed,
     with_options,
     without_defaults,
 )
@@ -62,6 +63,8 @@ def parse(args: list[str]) -> Config:
     if flags.run_name and not flags.resume and not is_restart:
         new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
     settings = read_settings(file) if file else {"algo": flags.algo}
+    if file:
+        say_removed(file)
     algo = given.get("algo", settings.get("algo", ""))
     if algo == "scratch" or is_file(algo):  # these are imported
         say_loading()
