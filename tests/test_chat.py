@@ -206,23 +206,6 @@ def test_task_plays_the_held_out_tasks_and_shows_all_turns_and_rewards(runs, tal
                            "correct True")  # fmt: skip
 
 
-def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
-    served = []
-    monkeypatch.setattr(chat.web, "serve", lambda *args: served.append(args))
-    assert talk(runs["lora"], "--web", "--before", "--port", 7)[:2] == (0, "")
-    [(episode, port)] = served
-    assert (episode.seed, port, list(episode.players)) == (EVAL_SEEDS[0], 7, ["before", "trained"])
-    played = []
-    for name in episode.players:
-        episode.start(0)
-        episode.act("player", player=name)
-        played.append(episode.log[1]["text"])
-    assert played[0] != played[1]
-    episode.talk(QUESTION)
-    wanted = [expected("lora", runs["lora"], before=before) for before in (True, False)]
-    assert [printable(row["text"]) for row in episode.talk_log[1:]] == wanted
-
-
 @pytest.mark.parametrize(
     ("args", "culprit"),
     [

@@ -28,7 +28,6 @@ BELOW = {
     "core.loop": {"core.extras"},
     "core.workshop": {"core", "core.report"},
     "core.chat": {"core.extras"},  # two lines, for `python -m`
-    "core.serve": {"core.extras"},
 }
 
 

@@ -3,7 +3,6 @@
     python -m core.chat runs/mine                  # greedy answers, as in evaluation
     python -m core.chat runs/mine --before         # the model before training answers first
     python -m core.chat Qwen/Qwen3-0.6B --temperature 0.7
-    python -m core.chat runs/mine --web            # in the browser: play beside it, or talk to it
     cat question.txt | python -m core.chat runs/mine      # prints only the answer
 
 A finished run answers with the weights of its model/, any other run with its newest intact
@@ -24,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,13 +44,12 @@ from environments.plumbing.text import one_line, printable
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit: end"
 OF_TINY = "tiny knows only its tasks' wording, one task per conversation"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
-Port = Annotated[int, Range(0, 65535)]
 OUT, NOTES = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
-class PolicyFlags:
-    """Which policy answers, and how."""
+class Flags:
+    """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
 
     # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
     policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = ""
@@ -69,32 +66,17 @@ class PolicyFlags:
     # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trust: bool = False  # Run the code that the run names, or that comes with the model.
-
-
-@dataclass(frozen=True)
-class Flags(PolicyFlags):
-    """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
-
     before: bool = False  # Show the answer of the model before training, too.
-    env: str = ""  # Environment of /task and --web; empty: that of the run.
-    web: bool = False  # In the browser instead: play a held-out task beside the policy, or talk.
-    port: Port = 0  # Port of the page of --web; 0: a free one.
+    env: str = ""  # Environment of /task; empty: that of the run.
 
 
 def parse(args: list[str]) -> tuple[Flags, Config]:
-    """The flags; and the settings of the run, or of a default run, changed by the flags.
+    """The flags with the policy's folder; and the settings of the run, or of a default run.
 
     tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
     """
     kind = tyro.conf.FlagCreatePairsOff[Flags]
     flags: Flags = tyro.cli(kind, prog="python -m core.chat", args=args)
-    if flags.port and not flags.web:
-        raise UsageError("--port has no effect without --web")
-    return settings(flags)
-
-
-def settings(flags: Flags) -> tuple[Flags, Config]:
-    """The flags with the policy's folder, and the settings. Raises UsageError for invalid flags."""
     for name, allowed in config.facts_of(Range, Flags).items():
         if problem := config.range_problem(name, getattr(flags, name), allowed):
             raise UsageError(problem)
@@ -142,7 +124,7 @@ if __name__ == "__main__":
 
 from torch import Tensor
 
-from core.chat_template import Schema, clean_message
+from core.chat_template import clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import programs, tools
@@ -157,9 +139,6 @@ from core.sampler import SamplingParams, TorchSampler, draw, params_of, to_compl
 from core.seeds import derive_seed
 from core.tasks import Task
 from environments.base import EVAL_SEEDS
-from environments.plumbing import web
-from environments.plumbing.registry import make
-from environments.plumbing.tools import schemas
 
 
 @dataclass
@@ -182,18 +161,6 @@ def main(flags: Flags, cfg: Config) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
         speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
-    if flags.web:
-        task = held_out_task(cfg, 0)
-        env, tokenizer = make(task.env), speakers[0].policy.tokenizer
-        players, talkers = (
-            {speaker.label: player(speaker, cfg, offered) for speaker in speakers}
-            for offered in (schemas(env), [])
-        )
-        read_calls = partial(tools.read_calls, tokenizer)
-        note = OF_TINY if cfg.model_id == "tiny" else ""
-        episode = web.Episode(env, task.env.short, task.seed, players, read_calls, talkers, note)
-        web.serve(episode, flags.port)
-        return 0
     task_numbers = itertools.count()
     if interactive:
         decoding = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
@@ -380,19 +347,6 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         facts += ["truncated"] if rollout.episode_truncated else []
         facts += [f"the environment failed: {rollout.error}"] if rollout.error else []
         OUT.print(Text(printable(" · ".join(facts)), "bold"), soft_wrap=True)
-
-
-def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[list[Message]], str]:
-    """The policy as a player of the web page: from a conversation to the next response."""
-
-    def respond(chat: list[Message]) -> str:
-        ids = speaker.collector.renderer.first_prompt(chat, schemas)
-        seed = derive_seed(cfg.seed, len(chat))
-        params = params_of(cfg, seed)
-        with speaker.policy.adapters():
-            return TorchSampler(speaker.policy).sample([ids], params)[0].text
-
-    return respond
 
 
 def _load(cfg: Config, model_id: str, value_head: bool = False) -> Policy:

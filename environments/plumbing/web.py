@@ -1,7 +1,6 @@
 """An episode in which people, policies and the players of an environment take turns; its web page.
 
     python -m environments play tic_tac_toe --web                # type or click
-    python -m core.chat runs/mine --web            # beside a trained policy, or talk to it
 
 The page, served on this machine only, shows each message as a board (rows of cells), a list of
 choices or text. At every turn you answer, or a player does: the demonstrator, the random player, a
