@@ -307,8 +307,6 @@ FREE_ON_RESUME = {
     *"shard_optimizer overlap".split(),
     *"gpu_memory_utilization vllm_eager".split(),
 }
-# Variables that the openai client sends to any server
-SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".split()
 # Settings, with some values or any but the default, that contradict each other, or of which one has
 # no effect
 CONFLICTS = [
@@ -329,7 +327,8 @@ REFUSED = {
     "own_draw": ["top_p", "top_k", "sampler=vllm server openai"],
 }  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them
-    "sampler=vllm": ("vllm", "vllm"), "quantize=nf4": ("bitsandbytes", "quantize"),
+    "sampler=vllm": ("vllm", "vllm"), "sampler=openai": ("openai", "openai"),
+    "quantize=nf4": ("bitsandbytes", "quantize"),
     "optimizer=adamw8bit": ("bitsandbytes", "quantize"),
     **{f"track={name}": (name, "track") for name in ("wandb", "tensorboard", "trackio")},
 }  # fmt: skip
@@ -400,9 +399,7 @@ def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
     url = settings.get("base_url") if settings.get("sampler") in ("openai", "server") else ""
     found = [f"run {spec}" for spec in specs if executes_code(spec)]
     found += [f"run {algo}" for algo in [settings.get("algo", "")] if is_file(algo)]
-    sent = " ".join(name for name in SENT if os.environ.get(name))
-    if sent and url:
-        found.append(f"send {sent} to {url}")
+    found += [f"send requests and any OPENAI_API_KEY to {url}"] if url else []
     return " and ".join(dict.fromkeys(found))
 
 

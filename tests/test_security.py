@@ -204,11 +204,7 @@ def test_what_the_command_line_names_needs_no_trust(tmp_path, monkeypatch):
 def test_the_key_is_sent_to_an_address_of_the_command_line_only(tmp_path, monkeypatch):
     saved = {"base_url": "http://there/v1", "num_updates": 0}
     evaluate = ["--sampler", "openai"]
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert parse(tmp_path, evaluate, **saved).base_url == "http://there/v1"
-    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
-    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "a: secret-8")  # openai sends it to any server
-    with pytest.raises(UsageError, match="would send OPENAI_API_KEY OPENAI_CUSTOM_HEADERS to http"):
+    with pytest.raises(UsageError, match="would send requests and any OPENAI_API_KEY to http"):
         parse(tmp_path, evaluate, **saved)
     here = [*evaluate, "--base-url", "http://here/v1"]
     assert parse(tmp_path, here, **saved).base_url == "http://here/v1"

@@ -11,7 +11,6 @@ from typing import Any
 from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
-from core.faults import Stopped
 from core.files.run_log import RunLog
 from core.metrics import by_seat, opening_of, pass_at_k
 from core.sampler import Sampler, SamplingParams, params_of
@@ -38,28 +37,23 @@ class Evaluator:
     progress: dict[str, Any]
 
     def evaluate(self, update: int) -> dict[str, float]:
-        """The metrics of one greedy rollout for each held-out task.
-
-        Ctrl-C ends an evaluation of --sampler openai: it logs the episodes that ended, then raises
-        Stopped.
-        """
+        """The metrics of one greedy rollout for each held-out task."""
         cfg, say = self.cfg, self.display.say
         if cfg.eval_num_tasks == 0:
             return {}
-        started, on_server = perf_counter(), cfg.sampler == "openai"
+        started = perf_counter()
         envs = held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
         held_out = eval_tasks(envs, cfg.eval_num_tasks)
         greedy = SamplingParams(cfg.max_tokens, temperature=0.0, stop=cfg.stop)
         rollouts = self._play(held_out, greedy)
-        stopped = on_server and self.interrupt.requested
         logged = [
             rollout
             for env in dict.fromkeys(rollout.env for rollout in rollouts)
             for rollout in [r for r in rollouts if r.env == env][:LOGGED_ROLLOUTS]
         ]
+        on_server = cfg.sampler == "openai"
         self.run_log.log_rollouts("eval", update, rollouts if on_server else logged)
-        if not stopped:
-            drop_failed(rollouts, say)  # warns; raises if over half failed
+        drop_failed(rollouts, say)  # warns; raises if over half failed
         results, counted = evaluation.accuracy_metrics(rollouts), evaluation.played(rollouts)
         results |= evaluation.of_answers(self.progress, rollouts, envs, cfg.eval_num_tasks)
         openings = {hash(opening_of(rollout)) for rollout in rollouts}
@@ -70,20 +64,16 @@ class Evaluator:
             begun = [hash(opening_of(rollout)) for rollout in own]
             if seen := [opening in known for opening in begun if opening in followed]:
                 results[f"eval/{env}/seen"] = sum(seen) / len(seen)
-        if cfg.eval_samples and not stopped:
+        if cfg.eval_samples:
             seed = derive_seed(cfg.seed, EVALUATION)  # the same in every evaluation
             params = params_of(cfg, seed)
             sampled = self._play([t for t in held_out for _ in range(cfg.eval_samples)], params)
             results |= pass_at_k(counted, evaluation.played(sampled), cfg.eval_samples)
         is_first = "first_correct" not in self.progress
-        if not stopped:
-            play_trivial = partial(self.collector.demonstrate, trivial=True)
-            results |= evaluation.comparisons(self.progress, counted, held_out, play_trivial)
+        play_trivial = partial(self.collector.demonstrate, trivial=True)
+        results |= evaluation.comparisons(self.progress, counted, held_out, play_trivial)
         for line in evaluation.lines_about(counted, results, update, cfg.eval_samples, is_first):
             say(line)
-        if stopped:
-            self.run_log.log({"update": update, **results})
-            raise Stopped
         return results | {"time/eval_s": perf_counter() - started}
 
     def note_trained(self, rollouts: list[Rollout]) -> None:

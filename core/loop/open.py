@@ -122,8 +122,6 @@ def open_run(cfg: Config) -> Iterator[Run]:
                         run.save()
                     command = run.outputs.resume_command()
                     raise NoServer(f"{error}; resume with: {command}") from None
-            if interrupted and cfg.sampler == "openai":  # the pages would take seconds
-                raise Stopped(f"stopped; the episodes that ended are in {folder}/rollouts.jsonl")
             if is_writer:
                 for line in write_pages(folder, settings):
                     run.say(line)
