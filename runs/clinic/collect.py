@@ -34,8 +34,8 @@ ODD = """
 --lora-rank 8 --lr 2e-4 | --lora-rank 1 --lr 1e-3 | --dtype bfloat16 --lr 1e-5
 --dtype bfloat16 --lora-rank 8 --lr 2e-4 | --dtype float16 --lr 2e-5 | --algo ppo
 --algo ppo --ppo.value-warmup 3 | --algo reinforce | --algo gspo | --algo cispo | --algo dppo
---algo opsm --num-minibatches 4 | --algo kl_cov --num-minibatches 4 | --algo sdpo
---algo echo --env tic_tac_toe | --grpo.loss-type dr_grpo | --grpo.loss-type lite_ppo
+--algo sdpo
+--grpo.loss-type dr_grpo | --grpo.loss-type lite_ppo
 --grpo.loss-type max_rl | --grpo.loss-type grpo | --num-minibatches 4 | --num-epochs 3
 --num-epochs 2 --num-minibatches 4 --algo ppo | --temperature 0.5 | --temperature 1.5 | --top-p 0.9
 --top-k 5 | --kl-coef 0.5 | --kl-coef 5
@@ -44,10 +44,9 @@ ODD = """
 --lr-schedule linear | --lr-schedule cosine --warmup-updates 2 | --group-size 2
 --group-size 32 --num-prompts 2 | --num-prompts 1 | --filter-groups 2 | --curriculum 0.8
 --staleness 1 | --overlap | --mask-truncated-completions --max-tokens 24
---overlong-buffer 8 --max-tokens 32
 --max-tokens-per-micro-batch 256 | --env iterated_game:opponent=self | --env tic_tac_toe
 --env connect4 --max-turns 10 | --env reverse | --env math_qa:level=1 | --env calculator
---env letter_counting --env reverse | --env alphabet_sort --max-turns 8
+--env letter_counting --env reverse
 --env reward_hacking --max-turns 10 | --system-prompt Count.
 --model-id tiny-random --sft-steps 60 | --tis-mode mask --tis-cap 1.5
 --gamma 0.9 --env snake --max-turns 20 | --credit turn --env tic_tac_toe | --microscope 0
