@@ -419,14 +419,14 @@ def server_urls(text: str) -> list[str]:
 
 
 def similar(name: str, names: Iterable[str]) -> str:
-    """The one of `names` that `name` means, or ""; hyphens count as underscores.
+    """The one of `names` of which `name` is a misspelling, or ""; hyphens count as underscores.
 
-    >>> similar("Env", ["env"]), similar("x", ["env"])
+    >>> similar("Env", ["env"]), similar("end", ["env"])
     ('env', '')
     """
     words = {word.replace("-", "_"): word for word in names}
     name = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(name, words, n=1)
+    close = difflib.get_close_matches(name, words, n=1, cutoff=0.85)
     return words[close[0]] if close else ""
 
 

@@ -6,13 +6,11 @@ has that meaning. environments/README.md has the rows as a table.
 
 MINIBATCHES = "gradient steps in a pass over the rollouts are counted: --num-minibatches"
 OTHER_NAMES = {
-    "environment": "--env",
     "model model_name_or_path": "--model-id",
     "trust_remote_code": "no code that comes with a model runs",
     "peft_config lora_r": "--lora-rank",
     "quantization_config load_in_4bit": "--quantize nf4",
-    "bf16": "--dtype bfloat16",
-    "fp16": "--dtype float16",
+    "bf16 fp16": "--dtype bfloat16 or float16",
     "cast_lm_head_to_fp32": "--fp32-head",
     "chat_template_kwargs": "--template-options",
     "reward_funcs": "--env rewarded:data=..,reward=FILE.py:function",
@@ -26,21 +24,19 @@ OTHER_NAMES = {
     "batch_size generation_batch_size": "an update has --num-prompts times --group-size rollouts",
     "max_steps num_steps": "--num-updates",
     "num_train_epochs total_epochs": "updates of --num-prompts tasks are counted: --num-updates",
-    "max_completion_length max_response_length": "--max-tokens",
+    "max_completion_length max_response_length max_new_tokens": "--max-tokens",
     "max_prompt_length": "prompts and answers have one limit together: --max-model-len",
     "max_tool_calling_iterations": "answers are counted, the last one, too: --max-turns",
     "learning_rate": "--lr",
     "lr_scheduler_type": "--lr-schedule",
-    "warmup_steps": "--warmup-updates",
-    "warmup_ratio": "updates are counted: --warmup-updates",
+    "warmup_steps warmup_ratio": "updates are counted: --warmup-updates",
     "weight_decay": "there is no weight decay",
     "adam_beta1 adam_beta2 adam_epsilon": "they are 0.9, 0.999 and 1e-8",
     "optim": "--optimizer",
     "num_iterations ppo_epochs": "--num-epochs",
-    "steps_per_generation gradient_accumulation_steps": MINIBATCHES,
-    "ppo_mini_batch_size": MINIBATCHES,
+    "steps_per_generation gradient_accumulation_steps ppo_mini_batch_size": MINIBATCHES,
     "per_device_train_batch_size ppo_micro_batch_size_per_gpu": (
-        "what fits is found at the start, and changes no gradient (--max-tokens-per-micro-batch)"
+        "what fits is found at the start, and changes no gradient: --max-tokens-per-micro-batch"
     ),
     "loss_type": "--grpo.loss-type",
     "importance_sampling_level": "--algo gspo for sequence",
@@ -50,6 +46,7 @@ OTHER_NAMES = {
     "delta clip_ratio_c": "--grpo.dual-clip",
     "beta kl_loss_coef": "--kl-coef",
     "entropy_coeff": "--entropy-coef",
+    "entropy_coef_min entropy_coef_max": "the coefficient stays as it is: --entropy-coef",
     "vllm_importance_sampling_clip_max": "--tis-cap",
     "vllm_importance_sampling_clip_min": "--tis-mode mask, which drops below 1 / --tis-cap",
     "vllm_importance_sampling_mode": "--tis-level and --tis-mode",

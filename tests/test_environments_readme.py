@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -152,3 +152,11 @@ def test_a_name_of_another_trainer_is_answered_with_flags_that_exist_as_on_the_p
         assert {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", said)} <= flags, names
         text = re.sub(r"--\S*[^\s:,]", r"`\g<0>`", said)
         assert f"| {', '.join(f'`{name}`' for name in names.split())} | {text} |" in README
+
+
+def test_no_setting_of_trl_is_taken_for_another_one():
+    trl = pytest.importorskip("trl")
+    known = vars(config.Config())
+    names = {field.name for field in fields(trl.GRPOConfig)} - known.keys() - ADVICE.keys()
+    asked = {(name, near) for name in names if (near := config.similar(name, known))}
+    assert asked == {("gradient_checkpointing_kwargs", "gradient_checkpointing")}

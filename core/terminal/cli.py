@@ -161,7 +161,7 @@ def _check_words(args: list[str]) -> Config:
     word = word.partition("=")[0]
     if "." not in word:
         name = word.lstrip("-")
-        near = config.similar(name, vars(flags))
+        near = config.similar(name, vars(flags).keys() - {"options", "has_file"})
         advice = advice_for(name) or (f"did you mean {config.flag(near)}?" if near else HELP)
         raise UsageError(f"{word} is no flag; {advice}")
     return flags
