@@ -1,173 +1,172 @@
-"""Writes a GRPO run that is wrong in three places, and says how many of them are repaired.
+"""Writes a GRPO run with one fault, and says whether it is repaired.
 
-    python -m core.workshop.drill               # writes drill.py; --seed 7: with other faults
-    python drill.py                             # runs it: ten updates, about a minute
-    python -m core.workshop.drill --check       # how many are repaired, and what is newly broken
-    python -m core.workshop.drill --hint 1      # what the first that is left does to a run;
-                                                # 2: its function; 3: its line
-    python -m core.workshop.drill --answers     # all three, with who reported them
+    python -m core.workshop.drill           # writes drill.py; --seed 2 .. 12: another fault
+    python drill.py                         # runs it: ten updates, about a minute
+    python -m core.workshop.drill --check   # whether it is repaired, and what the fault was
 
-The check calls the functions of the file and looks at what they do, so every right repair counts.
+The check compares what five functions return with those of drill_loop.py, so every right
+repair counts. There is no fault in the others, and it does not look at them.
 """
 
 import argparse
-import json
-import random
+import copy
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from core.faults import UsageError
-from core.workshop.checker import load
-from core.workshop.drill_facts import FACTS, ask_all
-from core.workshop.drill_faults import FAULTS, Fault
+from core.tiny import PRETRAINED
+from core.workshop.checker import agree, describe_difference, load, wrong_type
+from core.workshop.exercises import Fact
+from environments.plumbing.registry import describe_error
 
-HERE = Path(__file__)
-SOURCE = (HERE.parent / "drill_loop.py").read_text(encoding="utf-8")
-RUNS = HERE.parents[2] / "runs/drill/runs.jsonl"  # with one fault each, and without
-NUMBER_OF_FAULTS = 3
-TASK = '''\
-"""Drill {seed}: this GRPO run raises no error, and is wrong in three places. Repair them.
-Keep all names; the docstrings are right. `python -m core.workshop.drill --help` lists help."""'''
-
-
-def draw(seed: int) -> list[str]:
-    """The names of three faults in different functions that break different facts, from the top."""
-    chosen: list[str] = []
-    for name in random.Random(seed).sample(list(FAULTS), len(FAULTS)):
-        broken = {fact for other in chosen for fact in FAULTS[other].breaks}
-        functions = {FAULTS[other].function for other in chosen}
-        if not broken & set(FAULTS[name].breaks) and FAULTS[name].function not in functions:
-            chosen.append(name)
-    return sorted(chosen[:NUMBER_OF_FAULTS], key=lambda name: SOURCE.index(FAULTS[name].change[0]))
-
-
-def with_faults(names: list[str]) -> str:
-    """The source of the loop with the faults of these names."""
-    text = SOURCE
-    for name in names:
-        change = FAULTS[name].change
-        for old, new in zip(change[::2], change[1::2], strict=True):
-            assert text.count(old) == 1, (name, old)
-            text = text.replace(old, new)
-    return text
-
-
-def write(seed: int, file: Path) -> None:
-    """Writes drill `seed`. Raises UsageError if there is a file."""
-    text = re.sub(r'^""".*?"""', lambda _: TASK.format(seed=seed), with_faults(draw(seed)), count=1)
-    try:
-        with open(file, "x", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise UsageError(f"{file} is there: rename it, or write to another --file") from None
+RIGHT = Path(__file__).with_name("drill_loop.py")
+TITLE = '''"""Drill {}: this GRPO run raises no error, and is wrong in one place. Repair it.
+Keep all names and constants; the docstrings are right."""'''
+FAULTS = """
+end_left_out: The policy does not learn to stop (TRL #1623)
+  (ends.cumsum(1) - ends == 0)  =>  (ends.cumsum(1) == 0)
+off_by_one: A token is looked up in the logits that have seen it (prime-rl #1525)
+  [:, -n - 1 : -1]  =>  [:, -n:]
+temperature_left_out: Log-probs are those at temperature 1, answers are not (TRL #3029)
+  -n - 1 : -1] / TEMPERATURE  =>  -n - 1 : -1]
+padding_is_seen: Without the attention mask the trainer reads the padding as text (TRL #2708)
+  (ids, attention_mask=attention)  =>  (ids)
+deviation_of_the_batch: Groups whose rewards differ little hardly count (flow_grpo #46)
+  groups.std(1, keepdim=True)  =>  groups.std()
+maximum: The clip holds no token back, and lets none return (tensorforce #106)
+  torch.minimum(  =>  torch.maximum(
+sign_of_the_kl: The penalty drives the policy away from the reference (ToolRL #52)
+  ((BETA * kl - surrogate)  =>  ((-BETA * kl - surrogate)
+mean_with_padding: One long answer shrinks the step of all (SkyRL #462)
+  surrogate) * mask).sum() / mask.sum()  =>  surrogate) * mask).mean()
+mean_of_row_means: A token of a long answer counts less (Dr. GRPO, arXiv:2503.20783)
+  surrogate) * mask).sum() / mask.sum()  =>  surrogate) * mask).sum(1).div(mask.sum(1)).mean()
+old_is_renewed: The ratio is 1 in every step, and nothing clips (tensorforce #312)
+  (now, old[rows],  =>  (now, now.detach(),
+gradients_add_up: A step follows the gradients of all steps before it, too (TRL #583)
+  optimizer.zero_grad()  =>  ⏎
+advantages_not_shuffled: Rows are shuffled, and their advantages are not (ddpo-pytorch #29)
+  advantages[rows]  =>  advantages[: len(rows)]
+"""  # name: what is wrong (who reported it); the right text => the wrong one
+ALL = re.findall(r"^(\w+): (.*)\n +(.*)  =>  (.*)$", FAULTS, re.MULTILINE)
+POLICY = AutoModelForCausalLM.from_pretrained(PRETRAINED)
+IDS = torch.arange(100, 164).view(8, 8)  # 8 prompts of 3 tokens, and their answers
+LOGPROBS = torch.tensor([[-1.0, -0.5, -2.0, -0.7, -0.2], [-0.3, -1.5, -0.9, -1.1, -0.4]])
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+A = torch.tensor([1.0, -2.0])
+RATIOS = torch.tensor([1.5, 0.5, 1.0, 1.1, 0.9])  # above the clip, below it, within it
 
 
-def seed_of(file: Path) -> int:
-    """The seed of a drill, which its first line names."""
-    try:
-        found = re.match(r'"""Drill (\d+):', file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"there is no {file}: python -m core.workshop.drill writes a drill.py"
-        ) from None
-    if found is None:
-        raise UsageError(f"the first line of {file} must begin with the drill's number")
-    return int(found[1])
+def answers(m: Any) -> tuple[Tensor, Tensor]:
+    prompts = m.encode([m.ask(seed)[0] for seed in range(8)])
+    tokens, mask = m.sample(POLICY, *prompts, True)
+    return tokens * mask, mask * 1
 
 
-def check(file: Path, names: list[str]) -> tuple[list[str], list[str]]:
-    """Which of the faults are left, and sentences about what is newly broken.
-
-    Raises UsageError if the file cannot be imported or lacks a function or constant of the loop.
-    """
-    module, constants = load(file), re.findall(r"^(\w[\w, ]*) = ", SOURCE, re.MULTILINE)
-    functions = re.findall(r"^def (\w+)", SOURCE, re.MULTILINE)
-    expected = [*functions, *", ".join(constants).split(", ")]
-    if missing := [name for name in expected if not hasattr(module, name)]:
-        raise UsageError(f"{file} lacks {', '.join(missing)}: keep the names that it was given")
-    given, found = ask_all(as_module(with_faults(names))), ask_all(module)
-    left = [name for name in names if set(FAULTS[name].breaks) & set(found)]
-    new = [f"{FACTS[fact]}{f' ({error})' if error else ''}"
-           for fact, error in found.items() if fact not in given]  # fmt: skip
-    return left, new
+def logprobs(m: Any, padding: int) -> Tensor:
+    attention = torch.ones_like(IDS).index_fill(1, torch.arange(padding), 0)
+    return m.token_logprobs(POLICY, IDS, attention, 4).detach()
 
 
-def as_module(text: str) -> ModuleType:
-    module = ModuleType("drill")
-    exec(compile(text, "drill.py", "exec"), vars(module))  # noqa: S102  our own code
-    return module
+def advantages(m: Any) -> tuple[Tensor, Tensor]:
+    """Of three groups, in units of the first; and their deviations: 1, or 0."""
+    first = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    found = m.group_advantages(torch.cat([first, first.roll(1) * 0.4, torch.ones(8)]))
+    return found / found[0].abs(), found.view(3, 8).std(1).round()
 
 
-def hint(name: str, level: int) -> str:
-    """1: what the fault does to a run, alone; 2: in which function it is; 3: its line."""
-    fault = FAULTS[name]
-    if level == 1:
-        numbers = [list(measured(key)[0].items())[2:] for key in (name, "none")]
-        lines = ["  ".join(f"{key} {number:.3g}" for key, number in row) for row in numbers]
-        return ("A run with this fault alone, and one without a fault: accuracies, last update\n"
-                f"   with it        {lines[0]}\n   without it     {lines[1]}")  # fmt: skip
-    if level == 2:
-        return f"It is in what `{fault.function}` does."
-    return f"As it should be: {' .. '.join(right_lines(fault))}"
+def gradient(m: Any, ratio: Any, signs: Tensor, reference: float = 0.0) -> Tensor:
+    """Of the loss, by log-probs; `ratio` is π / π_old, `reference` log(π_ref / π)."""
+    now = LOGPROBS.clone().requires_grad_()
+    old = LOGPROBS - torch.as_tensor(ratio).log()
+    loss, _ = m.compute_loss(now, old, LOGPROBS + reference, signs, MASK)
+    return torch.autograd.grad(loss, now)[0]
 
 
-def measured(name: str) -> list[dict]:
-    """The runs with the fault `name` alone, or with "none", by seed (runs/drill/measure.py)."""
-    runs = map(json.loads, RUNS.read_text(encoding="utf-8").splitlines())
-    return sorted((run for run in runs if run["fault"] == name), key=lambda run: run["seed"])
+def updated(m: Any, epochs: int, rate: float, scale: float) -> Tensor:
+    """Log-probs after one step in each epoch, so that no order of rows matters."""
+    model, attention = copy.deepcopy(POLICY), torch.ones_like(IDS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    signs = (torch.arange(8.0) - 3) * scale
+    torch.manual_seed(0)
+    with patch.multiple(m, EPOCHS=epochs, MINIBATCHES=1):
+        m.update(model, POLICY, optimizer, IDS, attention, attention[:, 3:], signs)
+    return m.token_logprobs(model, IDS, attention, 5).detach()
 
 
-def right_lines(fault: Fault) -> list[str]:
-    """The lines of the right loop in which the fault's changes begin."""
-    starts = [SOURCE.index(old) + len(old) - len(old.lstrip()) for old in fault.change[::2]]
-    return [SOURCE[SOURCE.rfind("\n", 0, start) + 1 : SOURCE.index("\n", start)].strip()
-            for start in starts]  # fmt: skip
+FACTS = (
+    Fact("the mask has an answer's tokens to its END, and END", answers),
+    Fact("log-probs are of softmax(logits before / TEMPERATURE)", lambda m: logprobs(m, 0)),
+    Fact("padding changes no log-prob", lambda m: logprobs(m, 2)),
+    Fact("advantages are (R - mean) / deviation of the own group", advantages, 2e-3),
+    Fact("at ratio 1 a gradient is -A / number of all tokens", lambda m: gradient(m, 1.0, A)),
+    Fact("beyond the clip only the way back has a gradient", lambda m: gradient(m, RATIOS, A)),
+    Fact("the KL pulls towards the reference", lambda m: gradient(m, 1.0, 0 * A, 1.0)),
+    Fact("in a step an answer has its own advantage", lambda m: updated(m, 1, 0.1, 1.0), 0.01),
+    Fact("a step follows its own gradient", lambda m: updated(m, 2, 1e-3, 0.01), 2e-3),
+    Fact("π_old is of before the first step", lambda m: updated(m, 2, 0.01, 1.0), 0.01),
+)
+
+
+def drill(seed: int) -> str:
+    """The text of drill `seed`; the drills 1 to 12 have all twelve faults."""
+    _, _, right, wrong = ALL[seed * 5 % len(ALL)]
+    source = RIGHT.read_text(encoding="utf-8")
+    assert source.count(right) == 1, right
+    broken = source.replace(right, wrong).replace(" " * 12 + "⏎\n", "")
+    return re.sub(r'^""".*?"""', TITLE.format(seed), broken, count=1)
+
+
+def check(module: ModuleType) -> str:
+    """The first fact that does not hold, and how the answer differs; "" if all hold."""
+    right = load(RIGHT)
+    for fact in FACTS:
+        expected = fact.ask(right)
+        try:
+            actual = fact.ask(module)
+            if agree(expected, actual, fact.tolerance):
+                continue
+            seen = wrong_type(expected, actual) or describe_difference(expected, actual)
+        except Exception as error:
+            seen = describe_error(error)
+        return f"This does not hold yet: {fact.statement} ({seen})."
+    return ""
 
 
 def execute(arguments: list[str]) -> int:
-    """What the command does; returns the exit code: 0, 1 if a fault is left, 2 for a mistake."""
-    parser = argparse.ArgumentParser(
-        "python -m core.workshop.drill", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1, help="which three faults (default: 1)")
+    """Returns the exit code: 0, or 1 if a fact does not hold; a mistake exits with 2."""
+    parser = argparse.ArgumentParser("python -m core.workshop.drill")
+    parser.add_argument("--seed", type=int, choices=range(1, 13), default=1, help="fault")
     parser.add_argument("--file", type=Path, default=Path("drill.py"), help="of the drill")
-    parser.add_argument("--check", action="store_true", help="how many are repaired")
-    parser.add_argument("--answers", action="store_true", help="what was wrong")
-    parser.add_argument("--hint", type=int, choices=(1, 2, 3), help="about the first that is left")
+    parser.add_argument("--check", action="store_true", help="whether it is repaired")
     options = parser.parse_args(arguments)
-    try:
-        if not (options.check or options.hint or options.answers):
-            write(options.seed, options.file)
-            print(f"Wrote {options.file}, drill {options.seed}. Run it, read it, repair it; "
-                  "--check says how many of its three faults are repaired.")  # fmt: skip
-            return 0
-        names = draw(seed_of(options.file))
-        if options.answers:
-            print_answers(names)
-            return 0
-        left, new = check(options.file, names)
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if options.hint:
-        print(hint(left[0], options.hint) if left else "No fault is left.")
+    file, there = options.file, options.file.exists()
+    if there and not options.check:
+        parser.error(f"{file} is there: rename it, or write to another --file")
+    if not there and options.check:
+        parser.error(f"there is no {file}: python -m core.workshop.drill writes a drill.py")
+    if not options.check:
+        file.write_text(drill(options.seed), encoding="utf-8", newline="\n")
+        print(f"Wrote {file}. Run it, read it, repair it; --check says whether it is right.")
         return 0
-    print(f"{len(names) - len(left)} of {len(names)} repaired.")
-    for sentence in new:
-        print(f"No longer true: {sentence}.")
-    if not left and not new:
-        print("python -m core.workshop.drill --answers says who made these mistakes before you.")
-    return 1 if left or new else 0
-
-
-def print_answers(names: list[str]) -> None:
-    for number, name in enumerate(names, 1):
-        fault = FAULTS[name]
-        print(f"{number}. {fault.function}: {fault.cause} Reported: {fault.source}.\n"
-              f"   {hint(name, 3)}\n   {hint(name, 1)}\n")  # fmt: skip
+    found = re.match(r'"""Drill (\d+):', file.read_text(encoding="utf-8"))
+    if not found:
+        parser.error(f"the first line of {file} must begin with the drill's number")
+    try:
+        failed = check(load(file))
+    except UsageError as error:
+        parser.error(f"{file}: {error}")
+    name, cause, *_ = ALL[int(found[1]) * 5 % len(ALL)]
+    print(failed or f"Right. The fault was {name}: {cause}.")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
