@@ -200,6 +200,7 @@ def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:
     tokens = batch[micro.numbers].to(run.policy.device)
     tokens.add(outputs)
     tokens.outputs = [*outputs.values()]  # through these the gradient reaches the model
+    tokens.logprobs.retain_grad()  # for report.html
     tokens.sampler_ratio = off_policy.sampler_ratio(tokens, cfg.tis_level)
     tokens.importance_weights = off_policy.importance_weights(
         tokens.sampler_ratio, cfg.tis_cap, cfg.tis_mode

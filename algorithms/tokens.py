@@ -249,11 +249,7 @@ def surrogate_metrics(
     A token counts as clipped if its ratio is above the clip and its advantage positive, or its
     ratio below the clip and its advantage negative: there the clip removes the gradient.
     `either_sign`: whatever the sign of the advantage (CISPO). kl/approx is KL(π_old ‖ π).
-
-    For report.html it leaves in `tokens` the ratio before and after the clip.
     """
-    before = ratio.detach()
-    tokens.add({"ratio": before, "clipped_ratio": before.clamp(1 - clip_low, 1 + clip_high)})
     low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
     if not either_sign:
         low, high = low & (tokens.advantages < 0), high & (tokens.advantages > 0)

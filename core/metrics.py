@@ -25,7 +25,6 @@ from core.types import Rollout
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
 OF_LAST_STEP = ("loss/weight",)  # a sum over weighted tokens, not to be divided again
-OF_PASS = {"number", "logprobs", "values", "token_weights", "importance_weights"}  # of each token
 
 
 class UpdateStats:
@@ -45,9 +44,9 @@ class UpdateStats:
         self.loss = self.approx_kl = 0.0
         self.of_last_step: dict[str, float] = {}
         self.grad_norm: float | None = None  # None: no gradient step was attempted
-        # for report.html: the vectors OF_PASS of each micro-batch, and the step that it was part of
-        self.passes: list[tuple[int, dict[str, Tensor]]] = []
-        self.step = 1
+        # for report.html: of each micro-batch its step, and what its n tokens had, [5, n]
+        self.seen: list[tuple[int, Tensor]] = []
+        self.pushes: list[float] = []  # of each step: the sum of |d loss / d log π|
         self.num_steps = 0
         # before the first step, over the tokens that were scored: sums of -log π minus the entropy,
         # which is 0 on average, and of its variance
@@ -76,11 +75,16 @@ class UpdateStats:
         if "varentropy" in tokens:
             of_all["surprise"] = -(tokens.logprobs + tokens.entropy).sum().item()
             of_all["varentropy"] = tokens.varentropy.sum().item()
-        _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
         if self.cfg.microscope:
-            known = tokens.vectors()
-            found = {name: known[name].detach().cpu() for name in OF_PASS & known.keys()}
-            self.passes.append((self.step, found))
+            gradient = tokens.logprobs.grad
+            if gradient is None:  # no token of the micro-batch has one
+                gradient = torch.zeros_like(tokens.logprobs)
+            of_all["push"] = gradient.abs().sum().item()
+            weights = [tokens.token_weights, tokens.importance_weights]
+            numbers = [tokens.number, tokens.logprobs, *weights, gradient]
+            seen = torch.stack([x.cpu().double() for x in numbers])
+            self.seen.append((len(self.pushes), seen))
+        _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
 
     def end_minibatch(self, epoch: int) -> None:
         """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""
@@ -88,6 +92,7 @@ class UpdateStats:
             self.epoch, self.epoch_sums = epoch, defaultdict(float)
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
         self.loss = sums.pop("loss", 0.0)
+        self.pushes.append(sums.pop("push", 0.0))
         self.of_last_step = {name: sums.pop(name) for name in OF_LAST_STEP if name in sums}
         surprise, varentropy = sums.pop("surprise", 0.0), sums.pop("varentropy", 0.0)
         if not self.num_steps:
@@ -99,7 +104,6 @@ class UpdateStats:
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
-        self.step += 1
 
     def means(self, batch: Batch) -> dict[str, float]:
         """The metrics by name; to be called once, after the last step."""

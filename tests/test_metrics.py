@@ -133,7 +133,7 @@ def test_wilson_interval_by_hand_and_at_one():
 )
 def test_update_stats_by_hand(cap, mode, capped):
     """Two epochs; the second has a step on three tokens and one on two, one of them in the loss."""
-    cfg = Config(tis_cap=cap, tis_mode=mode)
+    cfg = Config(tis_cap=cap, tis_mode=mode, microscope=0)
     rollouts = [rollout(1.0, tokens=3), rollout(1.0, tokens=2, reason="length")]
     batch = to_tokens(rollouts)  # sampler log-probs -0.5
     batch.in_loss = ~batch.hit_token_limit

@@ -148,7 +148,7 @@ class Run:
         lr = cfg.lr * lr_factor(cfg, update, self.progress["sampled_tokens"])
         metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)
-        metrics |= trace_tokens(self.policy, cfg, batch, self.algorithm, stats)
+        metrics |= trace_tokens(self.policy, cfg, batch, stats)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
         metrics |= seen
         if cfg.warmup_updates or cfg.lr_schedule != "constant":

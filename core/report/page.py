@@ -40,6 +40,7 @@ CURVE_POINTS = 300  # of a metric; more than a screen can show
 TEXT_CHARS = 8000  # of a rollout
 ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that no rollout lacks
 FIELDS = ("text", "sampler", "trainer", "after", "advantage")  # of every token trace
+OF_LAST_STEP = ("now", "token_weight", "weight", "share")  # of traces of gradient steps
 BatchKey = tuple[str, int]  # kind ("train" or "eval") and update
 
 
@@ -227,7 +228,7 @@ def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
     """A turn as [texts, sampler, trainer - sampler, after - trainer, advantages, terms].
 
     The numbers are integers in units of 1e-6; advantages are one integer if all are equal. `terms`
-    are those of the loss, as token_traces.py has them. None if the turn has no trace.
+    are what the last gradient step had, as token_traces.py has it. None if the turn has no trace.
     """
     texts, *columns = (trace.get(name, []) for name in FIELDS)
     if not texts or {len(column) for column in columns} != {len(texts)}:
@@ -239,9 +240,9 @@ def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
     ]
     equal = len(set(advantages)) == 1
     terms = {
-        name: [*map(_number, x)] if isinstance(x, list) else _number(x)
+        name: [*map(_number, x)]
         for name, x in trace.items()
-        if name not in FIELDS and (not isinstance(x, list) or len(x) == len(texts))
+        if name in OF_LAST_STEP and len(x) == len(texts)
     }
     return [texts, sampler, *differences, advantages[0] if equal else advantages, terms]
 

@@ -4,23 +4,19 @@ Each token is traced with its log-prob under the sampler, under the trainer befo
 update, and its advantage. Where the advantage and the change of the log-prob have the same sign,
 the update moved the token in the intended direction.
 
-Its term of the loss is traced as the algorithm computes it. `compute_loss` is called once more on
-what the last gradient step with the token has seen, and its derivatives are what the term is made
-of: with respect to the token's importance weight the surrogate, to its log-prob the push. So
-there is no second formula here that could differ from the loss.
+What the last gradient step with a token had is traced, too: its log-prob, its weights, and the
+gradient of the whole loss by its log-prob, which says whether the step pushed it.
 """
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from algorithms.tokens import group_mean, group_std, minus, turns_of
+from algorithms.tokens import group_mean, minus
 from core import distributed
-from core.algorithm import FOLDER, Algorithm
 from core.batching import Batch, cut
 from core.config import Config
 from core.metrics import UpdateStats
@@ -28,34 +24,25 @@ from core.policy import Policy
 from core.scoring import predict
 from core.types import Rollout
 
-DIGITS = 6  # of each number in rollouts.jsonl
 MICRO_BATCH = 4096  # tokens, padding included
 
 
 @torch.no_grad()
-def trace_tokens(
-    policy: Policy,
-    cfg: Config,
-    batch: Batch,
-    algo: Algorithm | None = None,
-    stats: UpdateStats | None = None,
-) -> dict[str, float]:
+def trace_tokens(policy: Policy, cfg: Config, batch: Batch, stats: UpdateStats) -> dict[str, float]:
     """Logs `token_traces` of some groups of rollouts, those with different returns first.
 
     Returns metrics of these rollouts: how far the update moved their tokens, and whether it made
     those likelier that earned more than their group.
 
     As many whole groups as have at most --microscope sampled tokens together, at least one; none
-    if that is 0. The policy already has the weights after the update. The terms of the loss are
-    those of an algorithm in algorithms/; `stats` has what the gradient steps have seen.
+    if that is 0. The policy already has the weights after the update; `stats` has what the gradient
+    steps have seen. To be called on all ranks.
     """
     if cfg.microscope == 0 or not batch.rollouts:
         return {}
     chosen = choose_groups(batch.rollouts, cfg.microscope)
-    terms: dict[str, Tensor] = {}
-    if algo and stats and algo.file.is_relative_to(FOLDER):
-        traced = torch.isin(batch.rollout, torch.tensor([*chosen]))
-        terms = loss_terms(cfg, batch, traced, algo, stats)
+    traced = torch.isin(batch.rollout, torch.tensor([*chosen]))
+    of_steps = of_last_steps(cfg, traced, stats)
     if distributed.rank() != 0:
         return {}
     after = torch.zeros(len(batch))
@@ -68,6 +55,7 @@ def trace_tokens(
         "trainer": batch.old_logprobs,
         "after": after,
         "advantage": batch.advantages,
+        **of_steps,
     }
     start = 0
     for r, rollout in enumerate(batch.rollouts):
@@ -76,89 +64,30 @@ def trace_tokens(
             if r in chosen:
                 trace: dict[str, list] = {"text": pieces(policy.tokenizer, turn.completion_ids)}
                 for name, vector in vectors.items():
-                    trace[name] = [round(x, DIGITS) for x in vector[start:end].tolist()]
-                trace |= _numbers({name: x[start:end] for name, x in terms.items()})
+                    found = vector[start:end].tolist()
+                    trace[name] = [float(f"{x:.7g}") if math.isfinite(x) else None for x in found]
                 rollout.for_log.setdefault("token_traces", []).append(trace)
             start = end
     return _movement(batch, sorted(chosen), after)
 
 
-def loss_terms(
-    cfg: Config, batch: Batch, traced: Tensor, algo: Algorithm, stats: UpdateStats
-) -> dict[str, Tensor]:
-    """What the terms of the `traced` [S] tokens are made of, by name: vectors [S], else NaN.
+def of_last_steps(cfg: Config, traced: Tensor, stats: UpdateStats) -> dict[str, Tensor]:
+    """What the last step with each of the `traced` [S] tokens had: vectors [S], NaN where unknown.
 
-        step                        the last gradient step of the update that had the token
-        now                         log π in it, before the weights change
-        ratio, clipped_ratio        ρ; clip(ρ), where it differs
-        token_weight, weight        u and w
-        surrogate                   the term is -u w surrogate
-        push                        -d loss / d log π is u push; above 0: a likelier token is asked
-                                    for; known where it is not w surrogate
-        value, old_value, target    v, v° and the target, with a value head
-        value_term                  the term of the value is u value_term
-        return, mean, std           of the returns that A is made of, if it is
+        now                     log π, before the step
+        token_weight, weight    token weight and importance weight, factors of its term of the loss
+        share                   -d loss / d log π as a fraction of the sum of its absolute values
+                                over all tokens of the step; above 0: the step makes it likelier
 
-    A step that --ppo.target-kl has dropped does not count. The terms of --kl-coef and of
-    --entropy-coef, and what `sdpo` and `echo` add, are not in it. To be called on all ranks.
+    A step that --ppo.target-kl has dropped does not count.
     """
-    dropped = stats.step - 1 if 0 < cfg.options.target_kl < stats.approx_kl else 0
-    mine = [(step, {name: x[traced[seen["number"]]] for name, x in seen.items()})
-            for step, seen in stats.passes if step != dropped]  # fmt: skip
-    unknown = torch.full((len(batch),), torch.nan, dtype=torch.float64)
-    found: dict[str, Tensor] = defaultdict(unknown.clone)
+    taken = len(stats.pushes) - (0 < cfg.options.target_kl < stats.approx_kl)
+    mine = [(step, seen[:, traced[seen[0].long()]]) for step, seen in stats.seen if step < taken]
+    found = torch.full((4, len(traced)), torch.nan, dtype=torch.float64)
     for step, seen in sorted(distributed.all_gather(mine), key=lambda part: part[0]):
-        numbers = seen.pop("number")
-        for name, x in seen.items():
-            found[name][numbers] = x.double()
-        found["step"][numbers] = step
-    numbers = found["step"].isfinite().nonzero().squeeze(1)  # [n], all tokens of some rollouts
-    if not len(numbers):
-        return {}
-    tokens = batch[numbers]
-    leaves = {name: x[numbers].requires_grad_() for name, x in found.items() if name != "step"}
-    tokens.add(leaves)
-    with torch.enable_grad():
-        loss, _ = algo.compute_loss(tokens, cfg.options)
-    gradients = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
-    by = dict(zip(leaves, gradients, strict=True))
-    u, w = leaves["token_weights"], leaves["importance_weights"]
-    surrogate = -by["importance_weights"] / u
-    computed = {
-        "step": found["step"][numbers], "now": leaves["logprobs"],
-        "ratio": tokens.ratio, "clipped_ratio": _unlike(tokens.clipped_ratio, tokens.ratio),
-        "token_weight": u, "weight": w, "surrogate": surrogate,
-        "push": _unlike(-by["logprobs"] / u, w * surrogate),
-    }  # fmt: skip
-    if "values" in leaves:
-        computed |= {
-            "value": leaves["values"], "old_value": tokens.old_values,
-            "target": tokens.value_targets,
-            "value_term": by["token_weights"] + w * surrogate,
-        }  # fmt: skip
-    else:
-        turns, options = turns_of(batch), cfg.options
-        compared = turns.number if getattr(options, "baseline", "") == "batch" else turns.peers
-        scaled = turns.number if getattr(options, "scale_rewards", "") == "batch" else turns.peers
-        for name, x in {
-            "return": turns.returns, "mean": group_mean(turns.returns, compared),
-            "std": group_std(turns.returns, scaled),
-        }.items():  # fmt: skip
-            computed[name] = x[turns.of_token][numbers]
-    return {n: unknown.index_copy(0, numbers, x.detach().double()) for n, x in computed.items()}
-
-
-def _unlike(x: Tensor, other: Tensor) -> Tensor:
-    """NaN where `x` is `other` up to rounding."""
-    return x.masked_fill(x.isclose(other, rtol=1e-6, atol=0), torch.nan)
-
-
-def _numbers(vectors: dict[str, Tensor]) -> dict[str, Any]:
-    """Of each vector its numbers, one if all are equal; without those of which none is known."""
-    lists = {name: [float(f"{x:.6g}") if math.isfinite(x) else None for x in vector.tolist()]
-             for name, vector in vectors.items()}  # fmt: skip
-    found = {name: x if len({*x}) > 1 else x[0] for name, x in lists.items() if x}
-    return {name: x for name, x in found.items() if x is not None}
+        seen[-1] /= -(stats.pushes[step] or 1.0)
+        found[:, seen[0].long()] = seen[1:]
+    return dict(zip(("now", "token_weight", "weight", "share"), found, strict=True))
 
 
 def _movement(batch: Batch, chosen: list[int], after: Tensor) -> dict[str, float]:
