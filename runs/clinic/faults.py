@@ -9,17 +9,15 @@ A fault is a function that replaces parts of our modules with `patch(module, nam
 
 import copy
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+sys.path.insert(0, str(HERE.parents[1]))
 
 import torch  # noqa: E402
-from entries import Fault, Patch, entering  # noqa: E402
-from held_out import HELD_OUT  # noqa: E402
-from more_faults import MORE  # noqa: E402
 from torch.nn.functional import dropout  # noqa: E402
 
 import train  # noqa: E402
@@ -34,8 +32,31 @@ from core.loop import open as opening  # noqa: E402
 from core.types import Completion  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 
+Patch = Callable[[Any, str, Any], None]  # replaces a part of our modules: (module, name, value)
+
+
+@dataclass
+class Fault:
+    """A row of the page. `install` is the fault; its docstring says what it does."""
+
+    install: Callable[[Patch], None]
+    source: str  # where it was reported
+    metric: str  # that shows it
+    warning: str  # that names it; "": none does
+    flags: str = ""  # of train.py, also for the healthy run beside it
+
+
 FAULTS: dict[str, Fault] = {}
-fault = entering(FAULTS)
+
+
+def fault(source: str, metric: str, warning: str, flags: str = "") -> Callable:
+    """The decorator that enters a function into FAULTS, by its name."""
+
+    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        FAULTS[install.__name__] = Fault(install, source, metric, warning, flags)
+        return install
+
+    return enter
 
 
 # 1. sampler and trainer differ
@@ -288,12 +309,11 @@ def evaluates_on_training(patch: Patch) -> None:
 
 def main(args: list[str]) -> int:
     name, *flags = args or [""]
-    known = FAULTS | MORE | HELD_OUT
-    if name in known:
-        known[name].install(setattr)
-        flags = [*known[name].flags.split(), *flags]
+    if name in FAULTS:
+        FAULTS[name].install(setattr)
+        flags = [*FAULTS[name].flags.split(), *flags]
     elif name != "nothing":
-        sys.exit(f"faults.py: name one of nothing, {', '.join(known)}, then flags of train.py")
+        sys.exit(f"faults.py: name one of nothing, {', '.join(FAULTS)}, then flags of train.py")
     return train.execute(flags)
 
 
