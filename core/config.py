@@ -171,9 +171,6 @@ class OptimizationOptions:
     max_tokens_per_micro_batch: Annotated[int | None, Range(1, 10**7)] = None
     # Recompute activations in the backward pass; auto: only if memory requires it.
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    # Divide gradients and optimizer state among the ranks of torchrun; auto: if there are several
-    # and --optimizer is adamw.
-    shard_optimizer: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -304,8 +301,7 @@ FREE_ON_RESUME = {
     *"num_updates max_sampled_tokens save_every track run_name".split(),
     *"env_timeout base_url adapter_folder eval_every eval_num_tasks".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
-    *"shard_optimizer overlap".split(),
-    *"gpu_memory_utilization vllm_eager".split(),
+    *"overlap gpu_memory_utilization vllm_eager".split(),
 }
 # Settings, with some values or any but the default, that contradict each other, or of which one has
 # no effect
@@ -316,7 +312,7 @@ CONFLICTS = [
     ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
     ("vllm_eager", "sampler=torch openai server"),
     ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
-    ("shard_optimizer=on", "optimizer"), ("overlap", "sampler=vllm openai"),
+    ("overlap", "sampler=vllm openai"),
     ("overlap", "curriculum"), ("keep_best", "sampler=openai"),
 ]  # fmt: skip
 # What an algorithm refuses, by its needs (core/algorithm.py)
@@ -455,8 +451,6 @@ def parse_template_options(text: str) -> dict[str, Any]:
 
 def remarks(cfg: Config, num_ranks: int = 1) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
-    if cfg.shard_optimizer == "on" and num_ranks == 1:
-        yield "--shard-optimizer on: one rank has nothing to divide; torchrun starts several"
     if cfg.overlap and cfg.sampler == "torch":
         yield "--overlap: a copy of what is trained samples, with --sampler torch"
     yield describe_options(name_of(cfg.algo), cfg.options)

@@ -30,9 +30,6 @@ from core.faults import Fault, RankLost, UsageError
 
 T = TypeVar("T")
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE
-# PyTorch 2.13 renamed them, and warns when the old names are used
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 PATIENCE = timedelta(hours=1)  # how long one rank waits for another
 JOIN_MINUTES = 10  # for all ranks to start
 

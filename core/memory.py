@@ -116,7 +116,7 @@ def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int) -> None:
         policy, largest_batch(longest, policy.micro_batch_tokens, vocab_size)
     ):
         logprobs = predict(policy, micro, 1.0)["logprobs"]
-        optimizer.backward(logprobs.mean(), reduce=False)  # another rank may run out of memory
+        optimizer.backward(logprobs.mean())
 
 
 def _reduce_memory(policy: Policy, longest: int, may_checkpoint: bool, reason: str) -> str:

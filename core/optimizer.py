@@ -3,7 +3,7 @@
 Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
 smaller than |w|/256 is rounded away; at a learning rate of 1e-6 that is nearly every update.
 
-Bytes a weight, for bfloat16 weights that are all trained; runs/optimizer_memory has measured them:
+Bytes a weight, for bfloat16 weights that are all trained (more: runs/optimizer_memory):
 
     --optimizer   weight   master   gradient (float32)   moments   sum
     adamw         2        4        4                    8         18
@@ -23,7 +23,7 @@ skips its step and halves the scale, which doubles after 200 steps without overf
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -70,14 +70,11 @@ class MasterAdamW:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
         self.offload = offload
-        groups = [{**g, "params": self._make_masters(g["params"])} for g in groups]
+        groups = [{**g, "params": [*map(self._master, g["params"])]} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
         self.adamw = make_adamw(groups, **options)
         self.scales_loss = loss_scale != 1
         self.loss_scale, self.steps_at_scale = loss_scale, 0
-
-    def _make_masters(self, weights: list[nn.Parameter]) -> list[nn.Parameter]:
-        return [self._master(weight) for weight in weights]
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         exact = weight.dtype == dtype_of_master(weight)
@@ -115,35 +112,24 @@ class MasterAdamW:
         for group in self.adamw.param_groups:
             group["lr"] = factor * group["initial_lr"]
 
-    def backward(
-        self, loss: Tensor, outputs: Iterable[Tensor | None] = (), reduce: bool = True
-    ) -> None:
+    def backward(self, loss: Tensor, outputs: Iterable[Tensor | None] = ()) -> None:
         """Adds the gradient of `loss` to the gradients of the current step.
 
         `outputs` of the model: where the loss has no gradient with respect to any of them, such as
         that of log-probs without an advantage, the backward pass through the model is left out.
-        `reduce`: whether the gradient may be summed over the ranks already (ShardedAdamW).
         """
         loss = loss * self.loss_scale
         used = [x for x in outputs if x is not None and x.requires_grad]
         if not used:
-            return self._backward([loss], None, reduce)
+            loss.backward()
+            return
         gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True)
         if any(gradient.any() for gradient in gradients):
-            self._backward(used, gradients, reduce)
-
-    def _backward(
-        self, tensors: list[Tensor], gradients: Sequence[Tensor] | None, reduce: bool
-    ) -> None:
-        torch.autograd.backward(tensors, gradients)
+            torch.autograd.backward(used, gradients)
 
     def sum_gradients(self) -> None:
         """Replaces the gradients by their sums over the ranks."""
         distributed.all_reduce_gradients(self.masters)
-
-    def total_norm(self) -> Tensor:
-        """Norm of the gradients."""
-        return get_total_norm([p.grad for p in self.masters if p.grad is not None])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -174,7 +160,7 @@ class MasterAdamW:
         if self.loss_scale != 1:
             for p in self.masters:
                 p.grad = None if p.grad is None else p.grad / self.loss_scale
-        total_norm = self.total_norm()
+        total_norm = get_total_norm([p.grad for p in self.masters if p.grad is not None])
         clip_grads_with_norm_(self.masters, max_norm or math.inf, total_norm)
         norm = float(total_norm)
         finite = finite_loss and math.isfinite(norm)
@@ -243,13 +229,10 @@ def dtype_of_master(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def make_optimizer(
-    policy: Policy, lr: float, value_lr: float = 0.0, kind: type[MasterAdamW] = MasterAdamW,
-    **options: Any,
-) -> MasterAdamW:  # fmt: skip
+def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0, **options: Any) -> MasterAdamW:
     """AdamW without weight decay over all that `policy` trains; `value_lr` 0: `lr` for the head.
 
-    `options`: those of `kind`.
+    `options`: those of MasterAdamW.
     """
     head = [] if policy.value_head is None else list(policy.value_head.parameters())
     rest = [p for p in policy.model.parameters() if p.requires_grad]
@@ -259,7 +242,7 @@ def make_optimizer(
     for group in groups:
         group["initial_lr"] = group["lr"]
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
-    return kind(groups, loss_scale, weight_decay=0.0, **options)
+    return MasterAdamW(groups, loss_scale, weight_decay=0.0, **options)
 
 
 def pinned_copy(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -88,7 +88,7 @@ class WeightProbe:
         if moved and cfg.lr:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
         low = [(w, m) for w, m in self._holders() if w.dtype.itemsize == 2]
-        if low and not self._in_pieces:
+        if low:
             pairs = zip(*(elements([*column]) for column in zip(*low, strict=True)), strict=True)
             apart = [(weight != master).double().mean().item() for weight, master in pairs]
             found["update/masters_apart"] = statistics.fmean(apart)
@@ -98,13 +98,9 @@ class WeightProbe:
             if passes.any():
                 clip = min(1.0, (cfg.max_grad_norm or torch.inf) / (grad_norm + 1e-6))
                 found["grad/passes"] = (gradient @ passes / (passes @ passes)).item() / clip
-        elif not grad_norm and self.passes.any() and not self._in_pieces:
+        elif not grad_norm and self.passes.any():
             found["grad/passes"] = 0.0  # the weight has a gradient, and AdamW none
         return found
-
-    @property
-    def _in_pieces(self) -> bool:  # the masters are pieces of weights
-        return hasattr(self.optimizer, "buckets")
 
     def _holders(self) -> list[tuple[Tensor, Tensor]]:
         """Each trained weight, and what the optimizer steps on for it: its master, or itself."""
@@ -118,7 +114,7 @@ class WeightProbe:
         assert self.optimizer is not None
         holder = next(m for w, m in self._holders() if w is self.watched)
         held, gradient = any(m is holder for m in self.optimizer.masters), holder.grad
-        if held and gradient is not None and not self._in_pieces:
+        if held and gradient is not None:
             passes = self.passes / self.optimizer.loss_scale
             self.of_step = passes, gradient.detach().flatten().to(passes)
         self.passes.zero_()

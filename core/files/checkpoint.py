@@ -75,11 +75,10 @@ def save_checkpoint(
     returns once all tensors are copied, unless the copy would take too much memory. Raises OSError,
     or that thread does, if the disk is full or read-only; earlier checkpoints are unchanged then.
     """
-    optimizer_state = optimizer.state_dict()  # from all ranks
     target = folder_of(run, progress)
     if distributed.rank() > 0:
         return target
-    state = {WEIGHTS: policy.trainable(), OPTIMIZER: optimizer_state}
+    state = {WEIGHTS: policy.trainable(), OPTIMIZER: optimizer.state_dict()}
     settings = yaml.safe_load((run / "config.yaml").read_bytes())
     facts = {"progress": progress, "settings": settings}
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -188,13 +187,12 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
     """
     copy_weights(folder, policy.trainable())
     # Windows cannot replace or remove a file that is mapped
-    file, in_parts = folder / OPTIMIZER, distributed.num_ranks() > 1 and os.name == "posix"
-    try:  # with several ranks, each reads only what it owns
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=in_parts)
+    file, mapped = folder / OPTIMIZER, distributed.num_ranks() > 1 and os.name == "posix"
+    try:  # several ranks share the memory of a mapped file
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # any, as the file may contain anything
         raise UsageError(f"--resume: {file} is not a state that torch saved") from error
-    own = optimizer.state_dict()  # from all ranks, for rank 0
-    distributed.broadcast_from_rank_0(lambda: check_state(state, own, str(file)))
+    check_state(state, optimizer.state_dict(), str(file))
     optimizer.load_state_dict(state)
 
 

@@ -43,7 +43,7 @@ from core.loop.reference import load_teacher, reference_bytes
 from core.loop.run import Run
 from core.loop.writer import Writer
 from core.nanollm import make_sampler
-from core.optimizer import MasterAdamW, adamw_8bit, make_optimizer
+from core.optimizer import MasterAdamW, adamw_8bit, fused_adamw, make_optimizer
 from core.policy import Policy, Weights
 from core.pool import is_program
 from core.report import write_pages
@@ -285,13 +285,9 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     if cfg.optimizer == "adamw8bit" and policy.device.type == "mps":
         raise UsageError("--optimizer adamw8bit: bitsandbytes has no 8-bit step for MPS; add "
                          "--device cpu")  # fmt: skip
-    kind, options = MasterAdamW, dict[str, Any]()
-    if cfg.optimizer == "adamw8bit":
-        options["make_adamw"] = adamw_8bit
-    elif cfg.shard_optimizer != "off" and distributed.num_ranks() > 1:
-        from core.extras.sharded_optimizer import ShardedAdamW as kind
+    make_adamw = adamw_8bit if cfg.optimizer == "adamw8bit" else fused_adamw
     return make_optimizer(
-        policy, cfg.lr, cfg.options.value_lr, kind, offload=cfg.offload_optimizer, **options
+        policy, cfg.lr, cfg.options.value_lr, offload=cfg.offload_optimizer, make_adamw=make_adamw
     )
 
 
