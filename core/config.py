@@ -137,12 +137,13 @@ class SamplingOptions:
     overlap: bool = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
-    # auto: vllm on a CUDA GPU if it starts there, otherwise torch; server: vLLM's servers, which
-    # get the adapters of --lora-rank (runs/scale); openai: evaluation only.
+    # auto: vllm on a CUDA GPU if it starts there, otherwise torch; server: vLLM's server, which
+    # gets the adapters of --lora-rank (runs/scale); openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "server", "openai"] = "auto"
-    # URL of the server that --sampler openai evaluates, or URL,URL,.. of those of --sampler server.
+    # URL of the server of --sampler server or openai, such as http://127.0.0.1:8000.
     base_url: Annotated[str, Needs("sampler=openai server")] = ""
-    # Folder in which trainer and servers of --sampler server see the same files: the adapters.
+    # Folder in which the trainer and the server of --sampler server see the same files: the
+    # adapters.
     adapter_folder: Annotated[str, Needs("sampler=server")] = ""
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
@@ -328,8 +329,6 @@ PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "optimizer=adamw8bit": ("bitsandbytes", "quantize"),
     **{f"track={name}": (name, "track") for name in ("wandb", "tensorboard", "trackio")},
 }  # fmt: skip
-ADAPTERS_ONLY = ("--sampler server sends adapters only: add --lora-rank, or train all weights with "
-                 "another sampler")  # fmt: skip
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
@@ -402,16 +401,6 @@ def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
 def trust_flags(settings: Mapping[str, Any], file: Path) -> list[str]:
     """The flags that a command needs that reads these settings from `file`."""
     return ["--trust"] if needs_trust(settings, file) else []
-
-
-def server_urls(text: str) -> list[str]:
-    """The addresses in --base-url, each once, without the /v1 that the paths begin with.
-
-    >>> server_urls("http://one:8000/v1, http://two:8000/")
-    ['http://one:8000', 'http://two:8000']
-    """
-    urls = [url.strip().rstrip("/").removesuffix("/v1") for url in text.split(",")]
-    return [*dict.fromkeys(filter(None, urls))]
 
 
 def similar(name: str, names: Iterable[str]) -> str:
@@ -516,15 +505,13 @@ def _problems(cfg: Config) -> Iterator[str]:
                "thread, as it may use signal.alarm: make reward functions async, or remove one of "
                "them")  # fmt: skip
     if cfg.sampler == "server":
-        if not server_urls(cfg.base_url):
-            yield "--sampler server needs --base-url http://HOST:8000,.."
+        yield from _url_problems(cfg.base_url, "--base-url")
         if not cfg.lora_rank:
-            yield ADAPTERS_ONLY
+            yield ("--sampler server sends adapters only: add --lora-rank, or train all weights "
+                   "with another sampler")  # fmt: skip
         if not cfg.adapter_folder:
-            yield ("--sampler server needs --adapter-folder DIR, where the servers find the "
+            yield ("--sampler server needs --adapter-folder DIR, where the server finds the "
                    "adapters of --lora-rank")  # fmt: skip
-        for url in server_urls(cfg.base_url):
-            yield from _url_problems(url, "--base-url")
     yield from _task_problems(cfg)
     yield from _opponent_problems(cfg)
     yield from _algorithm_problems(cfg)

@@ -19,7 +19,7 @@ something (`Env.waits`) side by side. No episode continues before its round is a
 order the answers come. So a run that is repeated is equal to the bit, if its environments are
 deterministic and no call is near its time limit.
 
-Where an environment (`Env.alone`) or a sampler on servers asks for it, episodes move alone: each
+Where an environment (`Env.alone`) or a sampler on a server asks for it, episodes move alone: each
 continues as soon as its own answers are there. Its random numbers stay the same. The sampler then
 computes it together with other completions, which rounds differently, so log-probs differ in the
 last digits.

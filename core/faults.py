@@ -25,7 +25,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 class NoServer(Fault):
-    """No server of --sampler server has answered for a while."""
+    """The server of --sampler server does not answer, or not as vLLM does."""
 
 
 class RankLost(Fault):

@@ -1,16 +1,13 @@
 """Run `python train.py FLAGS`, or a sweep over any of its flags, on a Flyte 2 cluster or locally.
 
     python runs/on_flyte.py --algo ppo --num-updates 20                     # one run on the cluster
-    python runs/on_flyte.py --server --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32
     python runs/on_flyte.py --sweep "seed=0,1,2" "algo=grpo,ppo" -- --lr 5e-5   # six runs
     python runs/on_flyte.py --local --sweep "seed=0,1,2" -- --num-updates 10  # without Flyte
 
---server takes machines with two GPUs; on the second one samples a server of vLLM's
-(runs/scale/with_server.py). A sweep runs all combinations of the values. Separate values that
-contain commas by semicolons: 'env=reverse;gymnasium:id=CartPole-v1,repeat=3'. Switches take true
-or false. The cluster is that of .flyte/config.yaml (`flyte create config`). A run that fails is a
-row of the table that says why; the other runs continue. Exit code: 1 if a run failed, 2 for
-invalid input.
+A sweep runs all combinations of the values. Separate values that contain commas by semicolons:
+'env=reverse;gymnasium:id=CartPole-v1,repeat=3'. Switches take true or false. The cluster is that of
+.flyte/config.yaml (`flyte create config`). A run that fails is a row of the table that says why;
+the other runs continue. Exit code: 1 if a run failed, 2 for invalid input.
 """
 
 import argparse
@@ -47,12 +44,8 @@ GPU: dict[str, Any] = {
     "extras": ["vllm"],
     "resources": {"cpu": 8, "memory": "48Gi", "gpu": "L40s:1"},
 }
-SERVER: dict[str, Any] = {
-    "extras": ["vllm"],
-    "resources": {"cpu": 16, "memory": "96Gi", "gpu": "L40s:2"},
-}
 # tasks are made when this file is imported, on the cluster too: from a flag or the environment
-MACHINES = {"cpu": CPU, "gpu": GPU, "server": SERVER}
+MACHINES = {"cpu": CPU, "gpu": GPU}
 ASKED = [name for name in MACHINES if f"--{name}" in sys.argv]
 MACHINE_NAME = [os.environ.get("PICORL_ON", "cpu"), *ASKED][-1]
 MACHINE = MACHINES[MACHINE_NAME]
@@ -67,7 +60,6 @@ def main(args: list[str]) -> int:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--gpu", action="store_true", help="use machines with a GPU")
-    parser.add_argument("--server", action="store_true", help="with two, one for vLLM's server")
     parser.add_argument("--sweep", nargs="*", metavar="FLAG=VALUE,VALUE", help="all combinations")
     parser.add_argument("--local", action="store_true", help="run here, without Flyte")
     parser.add_argument(
@@ -145,16 +137,14 @@ def train_once(flags: list[str]) -> Rows:
     Raises RuntimeError with the reason if the run failed.
     """
     started = time.monotonic()
-    program = ROOT / ("runs/scale/with_server.py" if MACHINE_NAME == "server" else "train.py")
-    process = Popen([sys.executable, program, *flags], stderr=PIPE, encoding="utf-8")
+    process = Popen([sys.executable, ROOT / "train.py", *flags], stderr=PIPE, encoding="utf-8")
     try:
         stderr = process.communicate()[1]
     finally:
         process.wait()  # on Ctrl-C the run saves a checkpoint before it stops
     sys.stderr.write(stderr)
     if process.returncode:
-        reasons = ("train.py: ", "with_server.py: ")
-        lines = [line for line in stderr.splitlines() if line.startswith(reasons)]
+        lines = [line for line in stderr.splitlines() if line.startswith("train.py: ")]
         lines += stderr.splitlines()[-1:] if "Traceback" in stderr else []
         raise RuntimeError([*lines, f"exit code {process.returncode}"][0])
     folder = Path("runs", flags[-1])

@@ -45,8 +45,8 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
     ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
     (SERVER | {"adapter_folder": ""}, "--adapter-folder"),
-    (SERVER | {"base_url": "http://127.0.0.1:9,localhost"}, "'localhost'"),
-    (SERVER | {"base_url": " , "}, "needs --base-url"),
+    (SERVER | {"base_url": "http://127.0.0.1:8,http://127.0.0.1:9"}, "--base-url must look like"),
+    (SERVER | {"base_url": ""}, "--base-url must look like"),
     (SERVER | {"lora_rank": 0}, "sends adapters only: add --lora-rank"),
     (SERVER | {"top_p": 0.9}, "--top-p 0.9 does not go with --sampler server"),
 ]
