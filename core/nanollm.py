@@ -20,7 +20,7 @@ If an engine fails or its log-probs are wrong on a GPU, change one thing at a ti
     VLLM_USE_V2_MODEL_RUNNER=0      Model Runner V1, as on a CPU, instead of V2
     VLLM_LOGGING_LEVEL=INFO         shows which attention kernel vLLM takes
 
-runs/benchmarks/gpu_check.py does so for each step that fails, and also with Triton's attention.
+runs/benchmarks/gpu_check.py says in minutes what works on a GPU.
 """
 
 import copy

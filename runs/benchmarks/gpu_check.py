@@ -1,57 +1,65 @@
-"""Checks in four minutes that training and sampling work on this GPU, before anything is measured.
+"""Checks in minutes that training and sampling work on this GPU, before anything is measured.
 
     python runs/benchmarks/gpu_check.py                     # on a GPU with 40 GB or more
-    python runs/benchmarks/gpu_check.py --only lora updates # some of the steps of gpu_steps.py
-    python runs/benchmarks/gpu_check.py --cpu --minutes 60  # all steps on vLLM's CPU build
+    python runs/benchmarks/gpu_check.py --only lora updates # some of its steps
+    python runs/benchmarks/gpu_check.py --cpu               # all steps on vLLM's CPU build
 
 Each step is a process of its own with a time limit, so the crash of one engine does not end the
-others. The steps of a round run side by side; on a CPU one after the other. Each prints one JSON
-line: what it found, its seconds, and the memory of the device. A step that fails is repeated in
-eager mode, with Model Runner V1, and with the Triton attention backend; its line says which of
-these work. The last line is the verdict. Exit code 0 if all steps passed, else 1. All models but
-`tiny` have random weights; nothing is downloaded.
+others. On a GPU those of a round run side by side. Each prints one JSON line: what it found, its
+seconds, and the memory of the device; or the reason why it failed. Exit code 0 if all steps passed,
+else 1. All models but `tiny` have random weights; nothing is downloaded. core/nanollm.py says what
+to change where an engine fails.
 """
 
+import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import tyro
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
-from core.terminal import cli
+from record import versions as package_versions  # noqa: E402
+from vs_trl import SHAPES, save_model  # noqa: E402
 
-SCRIPT = Path(__file__).resolve().with_name("gpu_steps.py")
+from core import canary, nanollm  # noqa: E402
+from core.batching import Batch, to_tokens  # noqa: E402
+from core.config import Config  # noqa: E402
+from core.loading import load_policy  # noqa: E402
+from core.nanollm import NanoLLM  # noqa: E402
+from core.optimizer import make_optimizer  # noqa: E402
+from core.policy import Policy  # noqa: E402
+from core.sampler import SamplingParams, TorchSampler  # noqa: E402
+from core.scoring import score_tokens  # noqa: E402
+from core.terminal import cli  # noqa: E402
+from core.types import Completion, Rollout, Turn  # noqa: E402
+from train import execute  # noqa: E402
+
+ON_CPU = "--cpu" in sys.argv
+PROMPTS = [[5 + i] * (8 + 30 * i) for i in range(4) for _ in range(4)]  # 4 groups of 4
+PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
+GREEDY = SamplingParams(max_tokens=48, temperature=0)
+# nats by which rounding changes a log-prob on average: float32 on a CPU, bfloat16 on a GPU, where
+# the kernels of a tree and a plain pass, and of another batch, add in another order
+TOLERANCE = 1e-4 if ON_CPU else 5e-2
+GROWTH = 0.0625  # GiB by which the memory in use may vary between cycles
 ANSWER = "answer: "  # begins the line in which a step prints what it found
-SECONDS = {  # limit of each step on a GPU; ten times that with --cpu
-    "versions": 90,
-    "eager": 120,  # the first step that compiles vLLM's kernels
-    "attention": 90,
-    "graphs": 150,
-    "lora": 150,
-    "reopen": 150,
-    "updates": 150,
-    "learns": 150,
-    "sleep": 60,
-}
-ROUNDS = (("versions", "eager"), ("attention", "graphs", "lora", "reopen", "updates", "learns"),
-          ("sleep",))  # the last one measures the memory of the whole device  # fmt: skip
-NO_ENGINE = ("versions", "attention")  # steps that are not repeated
-VARIANTS = {  # what a failed step is repeated with, one at a time: environment variables
-    "eager mode": {},
-    "Model Runner V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    "Triton attention": {},
-}
+Found = dict[str, Any]
 
 
 @dataclass
@@ -60,69 +68,36 @@ class Args:
 
     cpu: bool = False  # run on vLLM's CPU build with tiny models
     only: tuple[str, ...] = ()  # names of steps; none: all
-    minutes: float = 4.0  # a step that is running then is stopped
-    out: str = ""  # also append the lines to this file
-
-
-CHILDREN: set[subprocess.Popen[bytes]] = set()  # that are running
+    step: str = ""  # runs this step in this process
 
 
 def main(args: Args) -> int:
-    started, lines = time.perf_counter(), list[dict[str, Any]]()
-    deadline = started + 60 * args.minutes
-    if unknown := set(args.only) - set(SECONDS):
-        raise SystemExit(f"no such step: {', '.join(sorted(unknown))}; choose {', '.join(SECONDS)}")
+    if unknown := {*args.only} - {*STEPS}:
+        raise SystemExit(f"no such step: {', '.join(sorted(unknown))}; choose {', '.join(STEPS)}")
+    failed = []
     for names in ROUNDS:
-        chosen = [name for name in names if name in (args.only or SECONDS)]
+        chosen = [name for name in names if name in (args.only or STEPS)]
         with ThreadPoolExecutor(1 if args.cpu else len(names)) as pool:
-            for done in as_completed([pool.submit(check, args, n, deadline) for n in chosen]):
-                lines.append(done.result())
-                show(args, lines[-1])
-        if any(line["step"] == "versions" and "error" in line for line in lines):
+            for line in pool.map(run_step, chosen):
+                print(json.dumps(line), flush=True)
+                failed += [line["step"]] * ("error" in line)
+        if "versions" in failed:
             break  # nothing else can work
-    failed = sorted(line["step"] for line in lines if "error" in line)
-    seconds = round(time.perf_counter() - started, 1)
-    show(args, {"verdict": "failed" if failed else "passed", "failed": failed, "seconds": seconds})
-    return 1 if failed else 0
+    print(json.dumps({"verdict": "failed" if failed else "passed", "failed": failed}))
+    return int(bool(failed))
 
 
-def check(args: Args, name: str, deadline: float) -> dict[str, Any]:
-    """Runs a step; if it fails, also all variants of it. Returns its line."""
-    too_late = {"step": name, "error": "no time"}
-
-    def run(variant: str) -> dict[str, Any]:
-        left = deadline - time.perf_counter()
-        return run_step(args, name, variant, left) if left > 0 else too_late
-
-    line = run("")
-    if "error" in line and line != too_late and name not in NO_ENGINE:
-        with ThreadPoolExecutor(1 if args.cpu else len(VARIANTS)) as pool:
-            found = dict(zip(VARIANTS, pool.map(run, VARIANTS), strict=True))
-        repeated = {variant: again.get("error", "passed") for variant, again in found.items()}
-        return line | {"repeated": repeated}
-    return line
-
-
-def run_step(args: Args, name: str, variant: str, left: float) -> dict[str, Any]:
+def run_step(name: str) -> Found:
     """Runs a step in a process of its own. Returns its results, or the reason why it failed."""
-    command = [sys.executable, str(SCRIPT), name, "cpu" if args.cpu else "cuda", variant]
-    environment = os.environ | VARIANTS.get(variant, {}) | {"HF_HUB_OFFLINE": "1"}
-    started = time.perf_counter()
-    # a file, because a pipe stays open as long as any process that the step has started
+    command = [sys.executable, __file__, "--step", name, *["--cpu"] * ON_CPU]
+    started, limit = time.perf_counter(), 1500 if ON_CPU else 150
     with tempfile.TemporaryFile("w+") as output:
-        child = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        CHILDREN.add(child)
-        limit = min(left, SECONDS[name] * (10 if args.cpu else 1))
         try:
-            reason = "" if child.wait(timeout=limit) == 0 else f"exit code {child.returncode}"
+            code = subprocess.run(command, stdout=output, stderr=output, timeout=limit,
+                                  env=os.environ | {"HF_HUB_OFFLINE": "1"}).returncode  # fmt: skip
+            reason = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
-            reason = f"stopped after {limit:.0f} s"
-        finally:
-            end(child)
-            CHILDREN.discard(child)
+            reason = f"stopped after {limit} s"
         output.seek(0)
         printed = output.read().splitlines()
     line = {"step": name, "seconds": round(time.perf_counter() - started, 1)}
@@ -133,30 +108,253 @@ def run_step(args: Args, name: str, variant: str, left: float) -> dict[str, Any]
     return line | {"error": " | ".join([reason, *last])[-1000:]}
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """Ends a step with all its processes: an engine that is left would keep its memory."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+# --- the steps: each raises AssertionError, or any other exception, if something is wrong ---------
 
 
-def stop(number: int, _: Any) -> None:
-    """After Ctrl-C or SIGTERM: ends all steps."""
-    for child in [*CHILDREN]:
-        end(child)
-    os._exit(128 + number)  # the threads would start the next steps
+def versions() -> Found:
+    """The packages and a compiler: all that the other steps need."""
+    device = "cpu" if ON_CPU else torch.cuda.get_device_name()
+    numbers = torch.arange(8.0, device="cpu" if ON_CPU else "cuda")
+    assert torch.compile(lambda x: x * 2 + 1)(numbers).tolist() == list(range(1, 17, 2))
+    return {"packages": package_versions(), "device": device, "cuda": torch.version.cuda}
 
 
-def show(args: Args, line: dict[str, Any]) -> None:
-    text = json.dumps(line, ensure_ascii=False)
-    print(text, flush=True)
-    if args.out:
-        with open(args.out, "a") as file:
-            file.write(text + "\n")
+def attention() -> Found:
+    """Attention of a tree equals separate attention; its kernels."""
+    policy = make_policy()
+    train(policy, steps=1)
+    kernels, logprobs = {}, {}
+    fixed = [Completion([9 + i] * (5 + i), [0.0] * (5 + i), "", "length") for i in range(16)]
+    for implementation in ("prefix_tree", "sdpa"):
+        policy.causal_lm.set_attn_implementation(implementation)
+        assert policy.shares_prefixes == (implementation == "prefix_tree")
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            logprobs[implementation] = score_tokens(policy, batch_of(fixed), 1.0)["logprobs"]
+        called = {event.key for event in profiled.key_averages() if "attention" in event.key}
+        kernels[implementation] = sorted(called)
+        assert ON_CPU or not any("math" in name for name in called), f"slow attention: {kernels}"
+    gap = (logprobs["prefix_tree"] - logprobs["sdpa"]).abs()
+    assert gap.mean() < TOLERANCE, f"the attention of a tree differs by {gap.mean()} nats"
+    return {"kernels": kernels, "gap_tree_max": gap.max().item()}
+
+
+def eager() -> Found:
+    """An engine in eager mode: shared weights, and the greedy tokens of the torch sampler."""
+    policy = make_policy()
+    sampler = make_engine(policy, eager=True)  # its start compares the addresses of the weights
+    with sampler:
+        completions = sampler.sample(PROMPTS, GREEDY)
+    expected = TorchSampler(policy).sample(PROMPTS, GREEDY)
+    equal = [a.token_ids == b.token_ids for a, b in zip(completions, expected, strict=True)]
+    # in 16 bits the two likeliest tokens may be equal, and completions differ from then on
+    assert all(equal) or not ON_CPU, f"only {sum(equal)} of {len(equal)} completions are equal"
+    return gaps(policy, completions, 1.0) | {"equal": f"{sum(equal)} of {len(equal)}"}
+
+
+def graphs() -> Found:
+    """All weights, compiled, with CUDA graphs: five cycles, and an interrupt in the middle."""
+    policy = make_policy()
+    sampler, found = make_engine(policy), Found()
+    for _ in range(5):
+        with sampler:
+            found |= gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+        train(policy, steps=1)
+    with sampler:
+        first = sampler.sample(PROMPTS, PARAMS)
+    ticks = iter(range(10))
+    try:  # raises while a call samples, as Ctrl-C does
+        with sampler:
+            sampler.sample(PROMPTS, PARAMS, lambda: next(ticks))
+        raise AssertionError("sampling ended before the interrupt")
+    except StopIteration:
+        pass
+    with sampler:
+        again = sampler.sample(PROMPTS, PARAMS)
+    assert [c.token_ids for c in again] == [c.token_ids for c in first], "an interrupt had effects"
+    mode = sampler.engine.vllm_config.compilation_config.cudagraph_mode
+    return found | {"cuda_graphs": str(mode)}
+
+
+def lora() -> Found:
+    """Adapters trained while the engine is awake, and while it is asleep; base weights are kept.
+
+    The canary tells whether the engine has the last step.
+    """
+    policy = make_policy(lora_rank=8)
+    base = {n: p.clone() for n, p in policy.causal_lm.named_parameters() if "lora_" not in n}
+    sampler, found = make_engine(policy), Found()
+    with sampler:
+        train(policy, steps=1)  # away from B = 0
+        sampler.sync()
+        _, before = canary.compare(policy, sampler, {})
+        train(policy, steps=1)
+        for name in ("canary_stale", "canary"):
+            metrics, _ = canary.compare(policy, sampler, before)
+            found[name] = metrics.get("gap/canary")
+            started = time.perf_counter()
+            sampler.sync()
+            found["sync_s"] = time.perf_counter() - started
+        found["awake"] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+    train(policy, steps=3)
+    sampler.sync()
+    with sampler:
+        found["asleep"] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+    assert found["canary_stale"] > 0.9, found
+    # None: the new weights drew other tokens, so that nothing can be compared
+    assert found["canary"] is None or found["canary"] < 0.1, found
+    now = dict(policy.causal_lm.named_parameters())
+    assert all(torch.equal(now[name], weight) for name, weight in base.items()), "base changed"
+    return found
+
+
+def updates() -> Found:
+    """Three updates of `train.py` on four layers of the shape of Qwen3-0.6B; with --cpu: of tiny.
+
+    All weights: a checkpoint has 3.9 GB, with all 28 layers it would have 10.7 GB.
+    """
+    width, mlp, _, *rest = SHAPES["tiny" if ON_CPU else "0.6B"]
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder, (width, mlp, 4, *rest), "float32" if ON_CPU else "bfloat16")
+        records = run_of(f"""--model-id {folder} --num-updates 3 --num-prompts 4 --group-size 4
+            --max-tokens 64 --max-model-len 512 --eval-num-tasks 0 --seed 1
+            --entropy-coef 0.01""")  # its gradient is never 0
+    last = records[-1]
+    assert last["update"] == 3 and last["grad/norm"] > 0, last
+    assert last["gap/logprob_mean"] < TOLERANCE, last
+    shown = ("gap/", "time/", "tokens/sampled", "grad/norm")
+    return {name: value for name, value in last.items() if name.startswith(shown)}
+
+
+def learns() -> Found:
+    """Ten updates of the default run: most of the held-out words are right after them."""
+    records = run_of("--num-updates 10 --eval-every 0")
+    name = "eval/letter_counting/accuracy"
+    accuracies = [record[name] for record in records if name in record]
+    assert accuracies[0] < 0.6 and accuracies[-1] > 0.9, accuracies
+    return {"accuracy": accuracies, "train_s": [r.get("time/train_s") for r in records[1:]]}
+
+
+def sleep() -> Found:
+    """Sleep frees the KV cache, cycles keep no memory, and a step while asleep is seen after it.
+
+    Alone on the GPU, with two engines one after the other: all engines of other steps are small.
+    """
+    policy, found = make_policy(), Found()
+    for number in ("first", "second"):
+        sampler, used = make_engine(policy, eager=True), list[float]()
+        for _ in range(4):
+            with sampler:
+                old, awake = sampler.sample(PROMPTS, PARAMS), memory_used()
+            used.append(round(memory_used(), 3))
+        assert awake - used[-1] > (0.05 if ON_CPU else 0.5), f"awake {awake}, asleep {used[-1]}"
+        assert max(used[1:]) - used[1] < GROWTH, f"GiB asleep after each cycle: {used}"
+        train(policy, steps=3)
+        with sampler:
+            found |= gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+        stale = sampling_gaps(policy, old, 0.7).mean().item()
+        assert stale > 3 * TOLERANCE, f"the steps changed log-probs by {stale:.1e} nats only"
+        sampler.close()
+        closed = round(memory_used(), 3)
+        found[number] = {"awake_gib": awake, "asleep_gib": used, "closed_gib": closed}
+    return found
+
+
+ROUNDS = (("versions", "eager"), ("attention", "graphs", "lora", "updates", "learns"), ("sleep",))
+STEPS: dict[str, Callable[[], Found]] = {
+    step.__name__: step
+    for step in (versions, eager, attention, graphs, lora, updates, learns, sleep)
+}
+
+
+# --- what the steps share -------------------------------------------------------------------------
+
+
+def make_policy(lora_rank: int = 0) -> Policy:
+    """A Qwen3 of two layers with random weights: float32 on a CPU, bfloat16 on a GPU."""
+    device, dtype = ("cpu", "float32") if ON_CPU else ("cuda", "bfloat16")
+    shape = (64, 128, 2, 4, 2, 32, 704) if ON_CPU else (512, 1536, 2, 8, 4, 128, 704)
+    cfg = Config(device=device, dtype=dtype, max_model_len=512, lora_rank=lora_rank)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder, shape, dtype)
+        policy = load_policy(cfg, folder)
+    with torch.no_grad():  # so that the log-probs of different tokens differ more than by rounding
+        policy.causal_lm.get_input_embeddings().weight.mul_(4)
+    return policy
+
+
+def run_of(flags: str) -> list[Found]:
+    """The records of a run of train.py that samples with vLLM."""
+    flags += f" --sampler vllm --run-name check --device {'cpu' if ON_CPU else 'cuda'}"
+    with tempfile.TemporaryDirectory() as folder, little_memory():
+        os.chdir(folder)
+        code = execute(flags.split())
+        assert code == 0, f"train.py ended with code {code}"
+        lines = Path("runs/check/metrics.jsonl").read_text().splitlines()
+        os.chdir(HERE)
+    return [json.loads(line) for line in lines]
+
+
+def make_engine(policy: Policy, eager: bool = False) -> NanoLLM:
+    with little_memory():
+        return NanoLLM(policy, 0.5, eager=eager)
+
+
+def little_memory() -> Any:
+    """Inside, engines start with little memory, as several steps share the GPU, but for `sleep`."""
+    memory: Found = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
+    alone = ON_CPU or "sleep" in sys.argv
+    found = nanollm._memory_arguments if alone else lambda *_: dict(memory)
+    return patch.object(nanollm, "_memory_arguments", found)
+
+
+def train(policy: Policy, steps: int) -> None:
+    """Takes optimizer steps that change every trainable weight a little."""
+    optimizer = make_optimizer(policy, lr=1e-3)
+    ids = torch.tensor([[5, 77, 300, 12, 9, 41, 8] * 8], device=policy.device)
+    for _ in range(steps):
+        logits = policy.to_logits(policy.hidden_states(ids)[0, :-1])
+        optimizer.backward(cross_entropy(logits, ids[0, 1:]))
+        _, stepped = optimizer.clip_and_step(1.0)
+        assert stepped, "the gradient was not finite, or zero"
+    optimizer.release()
+
+
+def gaps(policy: Policy, completions: list[Completion], temperature: float) -> Found:
+    """|trainer - sampler| in nats; raises AssertionError if it is larger than rounding."""
+    found = sampling_gaps(policy, completions, temperature)
+    mean, largest = found.mean().item(), found.max().item()
+    assert mean < TOLERANCE, f"gap of {mean:.1e} nats on average, {largest:.1e} at most"
+    return {"gap_mean": mean, "gap_max": largest}
+
+
+def sampling_gaps(policy: Policy, completions: list[Completion], temperature: float) -> Tensor:
+    """|trainer - sampler| of every sampled token, the trainer with a tree."""
+    batch = batch_of(completions)
+    return (score_tokens(policy, batch, temperature)["logprobs"] - batch.sampler_logprobs).abs()
+
+
+def batch_of(completions: list[Completion]) -> Batch:
+    pairs = zip(PROMPTS, completions, strict=True)
+    turns = [Turn(prompt, c.token_ids, c.logprobs, c.finish_reason) for prompt, c in pairs]
+    return to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
+
+
+def memory_used() -> float:
+    """The GiB in use on the GPU, or the resident memory of this process on a CPU."""
+    import psutil
+
+    gc.collect()
+    if ON_CPU:
+        return psutil.Process().memory_info().rss / 2**30
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 if __name__ == "__main__":
     cli.use_expandable_segments()  # as train.py does
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    sys.exit(main(tyro.cli(Args, description=__doc__)))
+    arguments = tyro.cli(Args, description=__doc__)
+    if not arguments.step:
+        sys.exit(main(arguments))
+    result = STEPS[arguments.step]()
+    print(ANSWER + json.dumps(result | {"memory_gib": round(memory_used(), 3)}), flush=True)
