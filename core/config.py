@@ -40,7 +40,6 @@ from core.algorithm import (
 from core.faults import UsageError
 from environments.plumbing.options import key_value_pairs, read_literal
 from environments.plumbing.registry import absolute, executes_code
-from environments.rewarded import needs_main_thread
 
 T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
@@ -132,9 +131,8 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     # Sample with the weights of this many updates ago, as asynchronous systems do; 0: the newest.
     staleness: Annotated[int, Range(0, 1000)] = 0
-    # Play the next update's episodes while an update trains: --staleness 1 in less time. A copy of
-    # the trained weights samples.
-    overlap: bool = False
+    # Play the next update's episodes while an update trains: --staleness 1 in less time.
+    overlap: Annotated[bool, Needs("sampler=server")] = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
     # auto: vllm on a CUDA GPU if it starts there, otherwise torch; server: vLLM's server, which
@@ -313,7 +311,6 @@ CONFLICTS = [
     ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
     ("vllm_eager", "sampler=torch openai server"),
     ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
-    ("overlap", "sampler=vllm openai"),
     ("overlap", "curriculum"), ("keep_best", "sampler=openai"),
 ]  # fmt: skip
 # What an algorithm refuses, by its needs (core/algorithm.py)
@@ -344,9 +341,8 @@ def resolve(cfg: Config) -> Config:
     cfg = replace(cfg, options=(cfg.options or options_of(cfg.algo)()).with_preset())
     defaults = defaults_for(cfg)
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
-    if cfg.overlap:  # on a GPU, auto would be vllm, whose cache exists only while nothing trains
-        sampler = "torch" if cfg.sampler == "auto" else cfg.sampler
-        cfg = replace(cfg, staleness=cfg.staleness or 1, sampler=sampler)
+    if cfg.overlap:
+        cfg = replace(cfg, staleness=cfg.staleness or 1)
     cfg = replace(
         cfg, env=tuple(map(absolute, cfg.env)), eval_env=tuple(map(absolute, cfg.eval_env))
     )
@@ -440,8 +436,6 @@ def parse_template_options(text: str) -> dict[str, Any]:
 
 def remarks(cfg: Config, num_ranks: int = 1) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
-    if cfg.overlap and cfg.sampler == "torch":
-        yield "--overlap: a copy of what is trained samples, with --sampler torch"
     yield describe_options(name_of(cfg.algo), cfg.options)
     if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps and not cfg.teacher:
         yield ("--kl-coef with LoRA: the reference policy is the base model without "
@@ -499,11 +493,6 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
     if cfg.overlap and opponents(cfg):
         yield "--overlap: opponents take turns with the training: remove one of them"
-    in_main = [*filter(needs_main_thread, cfg.env)] if cfg.overlap else []
-    if in_main:  # elsewhere signal.alarm raises, which math-verify takes for a wrong answer
-        yield (f"--overlap plays in a second thread, and {in_main[0].short} is called in the main "
-               "thread, as it may use signal.alarm: make reward functions async, or remove one of "
-               "them")  # fmt: skip
     if cfg.sampler == "server":
         yield from _url_problems(cfg.base_url, "--base-url")
         if not cfg.lora_rank:

@@ -144,11 +144,6 @@ class Sampler(ABC):
     def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
         """Makes the weights of the optimizer's steps take effect. Call it before sampling again."""
 
-    def ahead(self, policy: Policy) -> "Sampler":
-        """What samples while the policy trains (--overlap); `policy`: a copy with the weights that
-        this sampler has."""
-        return self
-
     def __enter__(self) -> "Sampler":
         return self
 
@@ -179,11 +174,6 @@ class TorchSampler(Sampler):
         self.ended: list[tuple[Request, Completion]] = []
         # of the batch, each its own value: keeps one object where masks are equal, to save memory
         self.masks: dict[bytes, bytes] = {}
-
-    def ahead(self, policy: Policy) -> Sampler:
-        other = TorchSampler(policy, self.draw_function)
-        other.say = self.say
-        return other
 
     def add(self, request: Request) -> None:
         self.waiting.append(_Partial(request, completion_limit(self.policy, request)))

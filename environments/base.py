@@ -262,8 +262,6 @@ class Instance:
     `alone`: whether an episode goes on as soon as its own answers are there, and does not wait for
     the others: faster where some take much longer than others. A run that is repeated may then
     differ in the last digits.
-    `main_thread`: whether its calls need the main thread, as `signal.alarm` does. --overlap, which
-    plays in another one, then refuses it.
     `heavy`: whether each instance has a process, a container or a connection of its own. Then at
     most --env-instances of them exist at the same time.
     `meanings`: for a number in `Step.info`, what its mean over rollouts is. Screen, picture and
@@ -272,7 +270,6 @@ class Instance:
 
     waits: bool = False
     alone: bool = False
-    main_thread: bool = False
     heavy: bool = False
     meanings: Mapping[str, str] = {}
 

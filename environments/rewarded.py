@@ -123,8 +123,6 @@ class Rewarded(Env):
     that the policy may call; `environment`: a class as TRL's `environment_factory`, whose methods
     are tools."""
 
-    main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
-
     def __init__(
         self,
         data: str = "",
@@ -328,16 +326,6 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
     spec = "rewarded:" + ",".join(f"{key}={text(value)}" for key, value in values.items())
     OBJECTS.update(given)
     return spec
-
-
-def needs_main_thread(spec: EnvSpec) -> bool:
-    """Whether the main thread has to call an environment; not if its functions are all async, as
-    these run in the event loop's thread."""
-    if spec.name == "rewarded":
-        functions = map(import_attribute, spec.values["reward"])
-        return not all(map(inspect.iscoroutinefunction, functions))
-    known: Any = spec.constructor if inspect.isclass(spec.constructor) else make(spec)
-    return bool(known.main_thread)
 
 
 def begin_run(info: RunInfo) -> None:

@@ -49,6 +49,9 @@ SETTINGS = [  # invalid settings, and what the message names
     (SERVER | {"base_url": ""}, "--base-url must look like"),
     (SERVER | {"lora_rank": 0}, "sends adapters only: add --lora-rank"),
     (SERVER | {"top_p": 0.9}, "--top-p 0.9 does not go with --sampler server"),
+    (SERVER | {"overlap": True, "staleness": 2}, "remove --staleness 2"),
+    (SERVER | {"overlap": True, "curriculum": 0.7}, "--overlap does not go with --curriculum"),
+    ({"overlap": True, "sampler": "torch"}, "--overlap works only with --sampler server"),
 ]
 
 COMMANDS = [  # a command line, and what its message names

@@ -54,7 +54,14 @@ from core.terminal.console import Display, Output, print_line
 from core.terminal.interrupt import Interrupt, owns_process
 from environments import Env, rewarded
 from environments.base import RunInfo
-from environments.plumbing.registry import EnvSpec, begin_run, checksums, meanings, short_names
+from environments.plumbing.registry import (
+    EnvSpec,
+    begin_run,
+    checksums,
+    make,
+    meanings,
+    short_names,
+)
 
 
 def one_at_a_time(opened: Callable[[Config], Iterator[Run]]) -> Callable[[Config], Iterator[Run]]:
@@ -87,6 +94,10 @@ def open_run(cfg: Config) -> Iterator[Run]:
     algorithm = load_algorithm(cfg)
     if cfg.overlap and distributed.num_ranks() > 1:  # two threads would exchange at once
         raise UsageError("--overlap does not go with several processes: remove it, or torchrun")
+    if cfg.overlap and any(env.name == "rewarded" and not make(env).waits for env in cfg.env):
+        # as math-verify's alarm raises there, all answers would be wrong
+        raise UsageError("--overlap calls reward functions in a second thread: make them async, or "
+                         "remove it")  # fmt: skip
     with distributed.process_group(cfg.device), scratch_folder() as scratch_dir:
         restarted = distributed.is_restarted()
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))

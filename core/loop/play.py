@@ -1,7 +1,7 @@
 """The afternoon, 4 of 9. The rollouts of an update: tasks are drawn, played, and selected.
 
 By default `play` is `collect` with the present weights. With --staleness k the weights of k updates
-ago sample; with --overlap a thread has done so while the update before trained.
+ago sample; with --overlap a server has done so while the update before trained.
 """
 
 import statistics
@@ -13,8 +13,7 @@ from core.canary import Canary
 from core.loop.run import Run
 from core.loop.staleness import older_weights
 from core.metrics import is_correct
-from core.policy import Policy
-from core.sampler import Sampler, params_of
+from core.sampler import params_of
 from core.seeds import SAMPLING, derive_seed
 from core.types import Played, Rollout
 
@@ -25,22 +24,25 @@ def play(run: Run, update: int) -> Played:
     With --curriculum they decide the level of the next update's tasks.
     """
     check = run.interrupt.check_alone  # for Ctrl-C
-    with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
-        found = run.ahead.take() or collect(run, update, run.policy, run.sampler, check)
+    with older_weights(run.policy, run.sampler, run.older, run.ahead.playing is not None):
+        found = run.ahead.take() or collect(run, update, check)
         run.sampled_at = perf_counter()
     played, run.canary = found
     if run.cfg.overlap and update < run.cfg.num_updates:
-        _play_ahead(run, update + 1)
+        run.info.updates_done = update  # when the next one begins
+        # now, as the policy has the weights of the server until its next step
+        compared = canary.compare(run.policy, run.sampler, run.canary[1])
+        run.ahead.start(lambda: collect(run, update + 1, run.ahead.check, compared))
     run.next_level = _next_level(run, played.sampled)
     return played
 
 
 def collect(
-    run: Run, update: int, policy: Policy, sampler: Sampler, check: Callable[[], None]
+    run: Run, update: int, check: Callable[[], None], compared: Canary | None = None
 ) -> tuple[Played, Canary]:
-    """Samples G rollouts for each of P tasks. Before that it compares `policy` with `sampler`,
-    which should have its weights. `check` raises Stopped. A thread may call it: `run` stays as it
-    is.
+    """Samples G rollouts for each of P tasks. Before that it compares the policy with the sampler,
+    which should have its weights, unless they are `compared`. `check` raises Stopped. A thread may
+    call it: `run` stays as it is.
 
     Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks with equal
     returns in each group, which up to n more rounds replace.
@@ -49,7 +51,7 @@ def collect(
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
     kept: list[Rollout] = []
-    found: Canary = {}, {}
+    found: Canary = compared or ({}, {})
     for attempt in range(1 + cfg.filter_groups):
         missing = cfg.num_prompts - len(selection.by_task(kept))
         if missing == 0:
@@ -58,10 +60,10 @@ def collect(
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = params_of(cfg, seed)
-        with run.display.phase("rollouts", cfg.max_tokens) as phase, sampler:
-            if attempt == 0:
-                found = canary.compare(policy, sampler, run.canary[1], check)
-            fresh = run.collector.collect(drawn, sampler, params, phase.tick_and(check))
+        with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
+            if attempt == 0 and compared is None:
+                found = canary.compare(run.policy, run.sampler, run.canary[1], check)
+            fresh = run.collector.collect(drawn, run.sampler, params, phase.tick_and(check))
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
@@ -84,11 +86,3 @@ def _next_level(run: Run, sampled: list[Rollout]) -> int:
         return level
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     return tasks.next_level(envs, level, statistics.fmean(correct), cfg.curriculum)
-
-
-def _play_ahead(run: Run, update: int) -> None:
-    """Lets a thread collect the next update's rollouts with the present weights."""
-    policy = run.ahead.policy_with(run.older[-1], run.policy)  # they joined it in this update
-    sampler = run.sampler.ahead(policy)
-    run.info.updates_done = run.next_update  # when the next one begins
-    run.ahead.start(lambda: collect(run, update, policy, sampler, run.ahead.check))

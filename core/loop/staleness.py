@@ -21,8 +21,8 @@ def older_weights(
     """Inside, the policy has its weights of `older.maxlen` updates ago, or at first its first ones.
 
     `older` has the weights of the last updates, the oldest first; those of this update join it at
-    the end, unless the sampling fails. With `maxlen` 0 nothing happens. `sampled`: a copy of the
-    policy has done so before (core/loop/ahead.py), so the policy keeps its weights.
+    the end, unless the sampling fails. With `maxlen` 0 nothing happens. `sampled`: the sampler has
+    done so before (core/loop/ahead.py), so the policy keeps its weights.
     """
     if older.maxlen == 0:
         yield
