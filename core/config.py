@@ -11,7 +11,6 @@ The module does not import torch, so that --help and errors are answered within 
 import difflib
 import importlib.util
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,9 +97,7 @@ class ModelOptions:
 class TaskOptions:
     """Environments and their difficulty."""
 
-    # Evaluation environments; none given: the same as --env. Games of both take an opponent, such
-    # as tic_tac_toe:opponent=runs/x (a run or a model), older:10 (copies from every 10 updates),
-    # guess or demonstrate.
+    # Evaluation environments; none given: the same as --env.
     eval_env: Annotated[tuple[str, ...], Needs("eval_num_tasks")] = ()
     # Sets the option difficulty, level, depth, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: Count = 0
@@ -491,8 +488,6 @@ def _problems(cfg: Config) -> Iterator[str]:
                f"{cfg.num_updates} updates; choose fewer")  # fmt: skip
     if cfg.overlap and cfg.staleness > 1:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
-    if cfg.overlap and opponents(cfg):
-        yield "--overlap: opponents take turns with the training: remove one of them"
     if cfg.sampler == "server":
         yield from _url_problems(cfg.base_url, "--base-url")
         if not cfg.lora_rank:
@@ -502,7 +497,6 @@ def _problems(cfg: Config) -> Iterator[str]:
             yield ("--sampler server needs --adapter-folder DIR, where the server finds the "
                    "adapters of --lora-rank")  # fmt: skip
     yield from _task_problems(cfg)
-    yield from _opponent_problems(cfg)
     yield from _algorithm_problems(cfg)
 
 
@@ -598,26 +592,3 @@ def _url_problems(url: str, subject: str) -> Iterator[str]:
         valid = False
     if not valid:
         yield f"{subject} must look like http://127.0.0.1:8000/v1, not {url!r}"
-
-
-def opponents(cfg: Config) -> list[str]:
-    """The opponents of --env and --eval-env that core/extras/opponents.py plays, each once."""
-    found = (spec.opponent for spec in (*cfg.env, *cfg.eval_env))
-    return [*dict.fromkeys(filter(None, found))]
-
-
-def older_interval(opponent: str) -> int:
-    """k of the opponent older:k; 0 for every other one."""
-    match = re.fullmatch("older:([1-9][0-9]{0,8})", opponent)
-    return int(match[1]) if match else 0
-
-
-def _opponent_problems(cfg: Config) -> Iterator[str]:
-    for opponent in opponents(cfg):
-        subject, kind = f"opponent={opponent}", opponent.partition(":")[0]
-        if kind == "older" and not older_interval(opponent):
-            yield f"{subject}: write older:k with a number of updates k, such as older:10"
-        elif cfg.sampler == "openai" and opponent not in ("guess", "demonstrate"):
-            yield f"{subject}: --sampler openai has no weights here; take guess or demonstrate"
-        elif kind not in ("older", "guess", "demonstrate") and not Path(opponent).is_dir():
-            yield f"{subject}: there is no such folder of a run or of a model"

@@ -114,7 +114,6 @@ class Agent:
     rollout: Rollout
     stream: int = 0  # random stream of its completions
     schemas: Sequence[Schema] = ()  # of the tools that it may call
-    player: str = ""  # the opponent that plays it; empty: the policy
     chat: list[Message] = field(default_factory=list)  # messages in the context
     context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act

@@ -71,8 +71,7 @@ class Episode:
     agents: dict[str, Agent] = field(default_factory=dict)
     draws: int = 0  # how many tasks it was given whose prompt could not be rendered
     rounds: int = 0  # how often its agents were asked to act; part of the seed of the next draws
-    # in games with opponents: the agent that the policy plays; only its rollout is kept
-    seat: str = ""
+    seat: str = ""  # where others play the rest: the agent whose rollout alone is kept
 
 
 Wanted = Request | EnvCall
@@ -93,7 +92,7 @@ class RolloutCollector:
         env_instances: int | None = None,
         system_prompt: str = "",
         renderer: type[Renderer] = Renderer,
-        opponents: Any = None,
+        redirect: Callable[..., Request] | None = None,
         shows_right: bool = False,
         play_program: Any = None,
         say: Callable[[str], None] = lambda line: None,
@@ -103,14 +102,14 @@ class RolloutCollector:
         `env_workers`: calls of environments that wait, at the same time.
         `env_instances`: heavy environments (`Env.heavy`) and programs that exist at the same time.
         `renderer`: core/extras/tools.py has the one for environments with tools.
-        `opponents`: core/extras/opponents.py; None: the policy plays all agents.
+        `redirect`: gives the request of an agent that the policy does not play another sampler.
         `shows_right`: whether turns of training get `feedback_ids`.
         `play_program`: an episode of a program that asks: core/extras/programs.py.
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = renderer(policy, drop_thinking, system_prompt)
         self.pool = Pool(self.renderer.prepare, env_workers, env_timeout, env_instances, say)
-        self.opponents, self.shows_right, self.play_program = opponents, shows_right, play_program
+        self.redirect, self.shows_right, self.play_program = redirect, shows_right, play_program
 
     def collect(
         self,
@@ -121,21 +120,15 @@ class RolloutCollector:
     ) -> list[Rollout]:
         """Plays an episode of each task with completions of `sampler`; rollouts are in their order.
 
-        The policy plays one agent of a task that names an opponent, which plays the rest. Only that
-        one has a rollout, unless the opponent ends the episode before it acts. An agent's draws
-        depend only on `params.seed`, its task's place in `tasks`, its place among the agents of its
-        episode, and how often these were asked to act.
+        An agent's draws depend only on `params.seed`, its task's place in `tasks`, its place among
+        the agents of its episode, and how often these were asked to act.
         """
 
         def ask(episode: Episode, agent: Agent) -> Wanted:
-            opponent = episode.task.env.opponent
-            if self.opponents is not None and opponent:
-                self.take_seat(episode, agent.rollout.agent)
-                if episode.seat != agent.rollout.agent:
-                    return self.opponents.ask(opponent, episode, agent, params)
             chat, _ = self.renderer.for_template(agent.chat, agent.schemas)
             seed = derive_seed(params.seed, episode.rounds)
-            return Request(agent.prompt_ids, params, seed, agent.stream, chat, sampler)
+            request = Request(agent.prompt_ids, params, seed, agent.stream, chat, sampler)
+            return self.redirect(self, episode, agent, request) if self.redirect else request
 
         return self.play(tasks, ask, on_progress)
 
@@ -379,17 +372,9 @@ def error_text(error: BaseException) -> str:
 
 
 def own_rollouts(episode: Episode) -> list[Rollout]:
-    """The rollouts of the agents that the policy plays; they name the others' players."""
-    others = {
-        name: {"player": agent.player, "messages": agent.rollout.messages}
-        for name, agent in episode.agents.items()
-        if agent.player
-    }
+    """The rollouts of the agents that the policy plays."""
     seats = [episode.seat] if episode.seat in episode.agents else [*episode.agents]
-    own = [episode.agents[name].rollout for name in seats]
-    for rollout in own:
-        rollout.for_log |= {"opponents": others} if others else {}
-    return own
+    return [episode.agents[name].rollout for name in seats]
 
 
 def with_lowest_return(rollouts: list[Rollout]) -> list[Rollout]:

@@ -50,7 +50,7 @@ def of_answers(
         if before is not now and (both := before.keys() & now.keys()):
             same = sum(before[key] == now[key] for key in both)
             found[f"eval/{env.short}/same_answers"] = same / len(both)
-        if all(r.agent == PLAYER for r in own):  # opponents may end an episode before it acts
+        if all(r.agent == PLAYER for r in own):  # others may end an episode before it acts
             found[f"eval/{env.short}/asked"] = min(num_tasks, rewarded.num_held_out(env))
             found[f"eval/{env.short}/played"] = len({r.seed for r in own})
     return found

@@ -21,6 +21,7 @@ from core.batching import Batch
 from core.config import Config
 from core.selection import groups_with_spread, has_failed, num_episodes
 from core.types import Rollout
+from environments.base import PLAYER
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
@@ -145,7 +146,7 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     only.
     """
     rollouts = [rollout for rollout in sampled if not rollout.error]
-    if not rollouts:  # opponents ended each episode before the policy acted (all failed: run ends)
+    if not rollouts:  # others ended each episode before the policy acted (all failed: run ends)
         return {"tokens/sampled": 0}
     played, failed = num_episodes(rollouts), num_episodes([*filter(has_failed, sampled)])
     unjudged = num_episodes([rollout for rollout in sampled if rollout.no_reward])
@@ -161,8 +162,7 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     targets = [r.episode_return for r in compared]
     alive = groups_with_spread(cfg, rollouts)
     # what another agent does before the first turn may differ within a group
-    opponents = any("opponents" in rollout.for_log for rollout in rollouts)
-    alone = len({rollout.agent for rollout in rollouts}) == 1 and not opponents
+    alone = {rollout.agent for rollout in rollouts} == {PLAYER}
     openings = [set(map(opening_of, group)) for group in groups.values()]
     correct = [[*map(is_correct, group)] for group in groups.values()]
     return {
@@ -195,7 +195,7 @@ def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
 
     Seeds with the same opening prompts are one task. But if an environment gives two equal
     beginnings of an episode, responses included, different continuations, then its seeds decide
-    more than the opening, such as an opponent's moves: each of its seeds is a task.
+    more than the opening, such as the moves of others: each of its seeds is a task.
     """
     openings: dict[tuple[str, int], list[Hashable]] = defaultdict(list)
     continuations: dict[int, tuple] = {}  # of each beginning

@@ -250,7 +250,7 @@ def is_repeatable(cfg: Config, rollout: Rollout) -> bool:
     server, nor where others act."""
     spec = next((env for env in cfg.env if env.short == rollout.env), None)
     judged = spec is None or spec.declares("waits") or spec.declares("heavy") or is_program(spec)
-    return not judged and rollout.agent == PLAYER and "opponents" not in rollout.for_log
+    return not judged and rollout.agent == PLAYER
 
 
 def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:

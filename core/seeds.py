@@ -15,7 +15,7 @@ import numpy as np
 
 # purposes
 TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION = range(1, 6)
-OPPONENTS = 7
+OTHER_AGENTS = 7
 
 
 @lru_cache(maxsize=4096)  # the episodes of a round share theirs

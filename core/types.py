@@ -62,8 +62,7 @@ class Rollout:
     env_failure: bool = False  # it raised EnvFailure: neither trained on nor evaluated
     no_reward: bool = False  # by NoReward, as nobody could judge it: no failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
-    # what rollouts.jsonl has besides, where there is any: "tools", "opponents" and their messages,
-    # "token_traces" (core/report/token_traces.py)
+    # what rollouts.jsonl has besides, such as "tools" and "token_traces"
     for_log: dict[str, Any] = field(default_factory=dict)
 
     @property

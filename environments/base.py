@@ -340,8 +340,8 @@ def has_step_batch(env: Env) -> bool:
 class MultiAgentEnv(Instance, ABC):
     """An environment for several agents. Agents that are absent from a dict are not asked to act.
 
-    `agents`: all of them, in the order of their seats. Declare them for demonstrations and for
-    opponents (opponent=runs/x): in the episode of `seed` the policy then has the seat
+    `agents`: all of them, in the order of their seats. Declare them for demonstrations, and for
+    others to play the rest: in the episode of `seed` the policy then has the seat
     `agents[seed % len(agents)]`.
     """
 

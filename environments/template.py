@@ -86,7 +86,7 @@ class HigherLower(Env):
 class Nim(MultiAgentEnv):
     """Two players in turn: who takes the last stone wins. Reward: 1 won, -1 lost or invalid."""
 
-    agents = ("first", "second")  # for opponent=runs/x, and for the warm start
+    agents = ("first", "second")  # the seats, for the warm start and for others to play one
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         rng, held_out = random.Random(seed), seed in EVAL_SEEDS

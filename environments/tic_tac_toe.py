@@ -18,7 +18,6 @@ The seed decides which side begins and which moves O draws. Reward of each respo
 `info["correct"]` is True for a game that X won; against the perfect O, which never loses, for a
 draw. With opponent=self two agents, "X" (who begins) and "O", act in turn. Each receives the
 rewards above and has its own retries; if one loses by invalid actions, the other receives 0.
-Other opponents (opponent=runs/x) play one of these two seats: core/extras/opponents.py.
 
 >>> env = tic_tac_toe("perfect")
 >>> env.reset(seed=2)[0]["content"].partition("Board: ")[2]

@@ -79,7 +79,7 @@ def test_rollout_metrics_by_hand():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert not {"info/note", "info/correct", "reported/steps"} & metrics.keys()
     assert rollout_metrics(Config(), rollouts[7:]) == {"tokens/sampled": 0}
-    rollouts[0].for_log["opponents"] = {"O": {"player": "older", "messages": []}}  # who may begin
+    rollouts[0].agent = "O"  # another agent may begin
     assert "groups/openings" not in rollout_metrics(Config(), rollouts)
 
 

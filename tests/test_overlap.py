@@ -96,6 +96,11 @@ def test_reward_functions_that_need_the_main_thread_are_refused(command, flags):
     assert code == 2 and "make them async, or remove it" in err and not Path("runs").exists()
 
 
+def test_an_opponent_is_refused(command, flags):
+    code, _, err = command(*flags, "--overlap", "--env", "tic_tac_toe:opponent=older:1")
+    assert code == 2 and "--overlap does not go with opponent=older:1" in err
+
+
 def test_several_processes_are_refused(command, flags, monkeypatch):
     monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
     code, _, err = command(*flags, "--overlap")

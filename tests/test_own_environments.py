@@ -18,7 +18,7 @@ from core.faults import UsageError
 from core.files.run_folder import config_to_dict, read_settings
 from core.files.run_log import read_records
 from core.report.summary import repeat_command
-from environments.base import Env, MultiAgentEnv, Step
+from environments.base import Env, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import (
     ENVIRONMENTS,
@@ -144,26 +144,6 @@ def test_the_meanings_of_own_code_are_read_with_trust_alone(place):
     (place / "told.py").write_text(f"{GAMES}\nMaze.meanings = {{'steps': 'of the way'}}\n")
     assert registry.meanings(["told.py:Maze"]) == {}
     assert registry.meanings(["told.py:Maze"], trust=True) == {"steps": "of the way"}
-
-
-def test_an_opponent_needs_a_game_and_its_player(place):
-    for spec, line in [
-        ("snake:opponent=guess", "an opponent needs an environment that names its `agents`"),
-        ("alone:opponent=demonstrate", "the environment has no `demonstrate`"),
-    ]:
-        register("alone")(Alone)
-        with pytest.raises(UsageError, match=line):
-            make(spec)
-
-
-class Alone(MultiAgentEnv):
-    agents = ("first", "second")
-
-    def reset(self, seed):
-        return {}
-
-    def step(self, responses):
-        return {}
 
 
 def test_settings_have_specs_as_values_and_their_file_as_texts(place):

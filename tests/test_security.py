@@ -143,7 +143,7 @@ def test_no_shell_reads_a_remote_command(marker):
 SPECS = (
     "{file}:Maze", "gymnasium:id=evil_module:Maze-v0", 'gymnasium:id="evil_module\\u003aMaze-v0"',
     "remote: command = touch {marker}", "rewarded:data=rows.jsonl,reward={file}:one",
-    "evil_module:Maze:opponent=guess", "gymnasium:id=evil_module:Maze,=",
+    "evil_module:Maze:opponent=older:1", "gymnasium:id=evil_module:Maze,=",
 )  # fmt: skip
 
 

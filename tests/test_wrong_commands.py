@@ -75,7 +75,7 @@ COMMANDS = [  # a command line, and what its message names
     ("--env leter_counting", "letter_counting"),
     ("--env letter_counting:level=3", "'level'"),
     ("--env tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
-    ("--env snake:opponent=guess", "needs an environment that names its `agents`"),
+    ("--env snake:opponent=older:1", "needs an environment that names its `agents`"),
     ("--env math_qa:data=shape.jsonl", "row 1"),
     ("--env environments.base:MAX_REWARD", "MAX_REWARD is no class and no function"),
     ("--config none.yaml", "none.yaml"),

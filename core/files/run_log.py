@@ -96,10 +96,7 @@ class RunLog:
                 "info": r.info,
                 "messages": r.messages,
             }
-            for name in ("tools", "opponents", "token_traces"):
-                if found := r.for_log.get(name):
-                    row[name] = found
-            _append(self.rollouts_file, row)
+            _append(self.rollouts_file, row | {k: v for k, v in r.for_log.items() if v})
 
 
 def rewind(folder: Path, progress: dict[str, Any], accept_damage: bool = False) -> str:

@@ -252,6 +252,7 @@ def _opened(
             {f"time/start_{name}_s": value for name, value in seconds.items()}, teacher,
             canary=({}, progress.get("canary", {})), read_out=_read_out(cfg, algorithm),
             weighted_kl=algorithm.weighted_kl or weighted_kl,
+            save_copy=opponents.save_copy if opponents else lambda: None,
         )  # fmt: skip
 
 
@@ -278,7 +279,7 @@ def is_raw(env: EnvSpec) -> bool:
 
 
 def _load_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str, Any]) -> Any:
-    if not config.opponents(cfg):
+    if not any(env.opponent for env in (*cfg.env, *cfg.eval_env)):
         return None
     from core.extras.opponents import Opponents
 
@@ -397,7 +398,8 @@ def _make_collector(
     return RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
         env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
-        opponents=opponents, shows_right="feedback" in config.needs(cfg), play_program=play_program,
+        redirect=opponents.redirect if opponents else None,
+        shows_right="feedback" in config.needs(cfg), play_program=play_program,
         say=say,
     )  # fmt: skip
 

@@ -60,6 +60,8 @@ class Run:
     reference: Policy | None = None  # of --kl-coef
     read_out: Callable[..., dict[str, Tensor]] = scoring.read_out  # or the algorithm's
     weighted_kl: Callable[..., Tensor] = weighted_kl  # or that of scratch.py
+    # before an update, as the policy has other weights while --staleness samples
+    save_copy: Callable[[], None] = lambda: None
     next_level: int = 0  # of the next update's tasks, as `play` says
     canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
     stopped: bool = False  # ended before the last update
@@ -124,12 +126,6 @@ class Run:
             )
             self.probe.begin(self.optimizer)
             yield self.next_update, UpdateStats(self.cfg)
-
-    def save_copy(self) -> None:
-        """Writes the copy for opponents that is due (core/extras/opponents.py): now, as the policy
-        has other weights while --staleness samples."""
-        if self.collector.opponents is not None:
-            self.collector.opponents.update_copies()
 
     def sync(self) -> None:
         """Gives the sampler the present weights, once the thread of --overlap has sampled."""

@@ -200,7 +200,6 @@ def _pack_batch(key: BatchKey, rows: list[Record], chars: int) -> Record:
             },
         )
         facts = [f"{k} {v}" for k, v in row["info"].items() if k != "correct"]
-        facts += [f"{k}: {v['player']}" for k, v in row.get("opponents", {}).items()]
         info = ", ".join(facts)
         rollout: Record = {
             "return": _number(row["return"]),

@@ -66,9 +66,9 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
-# Opponents that are no option of an environment (core/extras/opponents.py): its own players, older
-# copies of the policy, and folders
-OPPONENT = re.compile(r"guess|demonstrate|older(:.*)?|[.~].*|.*[\\/].*")
+# Opponents that are no option of an environment (core/extras/opponents.py): older copies of the
+# policy, and folders
+OPPONENT = re.compile(r"older(:.*)?|[.~].*|.*[\\/].*")
 # module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options
 SOURCE = re.compile(
     r"((?:[\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):[^\W\d]\w*)(?::(.*))?", re.DOTALL
@@ -295,9 +295,6 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
         if opponent and (not isinstance(env, MultiAgentEnv) or len({*env.agents}) < 2):
             raise UsageError("an opponent needs an environment that names its `agents`, such as "
                              'agents = ("first", "second")')  # fmt: skip
-        method = getattr(MultiAgentEnv, opponent, None)  # guess or demonstrate
-        if method and getattr(type(env), opponent) is method:
-            raise UsageError(f"the environment has no `{opponent}`")
         return env
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from None
