@@ -22,7 +22,7 @@ from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, UsageError
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, describe_error, list_envs, make
 from environments.plumbing.text import one_line, print_any_character, printable
-from environments.plumbing.web import SPEAKERS, YOU, Episode, serve
+from environments.plumbing.web import DEMONSTRATOR, RANDOM, YOU, Episode, serve
 
 CONSOLE = Console()
 MAX_TURNS = 50
@@ -92,11 +92,8 @@ def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> floa
             shown = _print_log(episode, shown)
             if interactive:
                 episode.act(agent, input(printable(f"{_name(agent)}{YOU}: ")))
-            elif players := episode.players_for(agent):
-                episode.act(agent, player=players[0])
             else:
-                raise UsageError("this environment has no demonstrator and no random player: "
-                                 "use play")  # fmt: skip
+                episode.demonstrate(agent)
     _print_log(episode, shown)
     episode_return = sum(episode.returns.values())
     CONSOLE.print(f"[bold]sum of rewards: {episode_return:g}[/]")
@@ -134,7 +131,7 @@ def _print_log(episode: Episode, start: int) -> int:
                 facts = ", ".join(f"{key} {value}" for key, value in row["info"].items())
                 CONSOLE.print(Text(printable(f"{agent}the end: {facts}")))
         elif row["speaker"] != YOU:
-            style = "bold" if row["speaker"] in SPEAKERS else "bold green"
+            style = "bold green" if row["speaker"] in (DEMONSTRATOR, RANDOM) else "bold"
             who = (printable(f"{agent}{row['speaker']}: "), style)
             CONSOLE.print(Text.assemble(who, printable(row["text"])))
     return len(episode.log)

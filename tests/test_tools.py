@@ -582,10 +582,10 @@ def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
 def test_environments_with_tools_are_played_in_the_terminal_and_the_browser(capsys):
     name = "calculator"
     assert execute(["show", name]) == 0 and "tool:" in capsys.readouterr().out
-    episode = Episode(make(name), name, EVAL_SEEDS[0], {})
+    episode = Episode(make(name), name, EVAL_SEEDS[0])
     assert {row["speaker"] for row in episode.log} == {"tools", "environment"}
     while episode.asked:
-        episode.act("player", player="demonstrator")
+        episode.demonstrate("player")
     assert episode.log[-1]["info"]["correct"] == "True" and episode.returns == {"player": 1.0}
 
 
