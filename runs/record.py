@@ -1,9 +1,7 @@
 """Makes the runs of a page again, and writes the page's table and picture from their metrics.
 
     python runs/record.py letter_counting_tiny                # every run of the page
-    python runs/record.py letter_counting_tiny grpo-seed0     # one run
     python runs/record.py letter_counting_tiny "grpo*"        # runs whose names match
-    python runs/record.py letter_counting_tiny --missing      # the runs that are not recorded yet
     python runs/record.py letter_counting_tiny --draw         # the table and the picture; no run
 
 The runs stand in the first ```yaml block of runs/FOLDER/README.md:
@@ -23,11 +21,11 @@ the machine.
 """
 
 import argparse
-import fnmatch
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -35,7 +33,9 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +62,16 @@ class Run:
 
     @property
     def stem(self) -> str:
-        """The name of the run's files.
-
-        >>> Run(Path(), "dapo, --kl-coef 0.05", 1, "").stem
-        'dapo____kl_coef_0_05-seed1'
-        """
+        """The name of the run's files: "dapo____kl_coef_0_05-seed1"."""
         name = self.name
-        if not name.replace("-", "").replace("_", "").isalnum():
-            name = "".join(c if c.isalnum() else "_" for c in name).strip("_")
+        if not re.fullmatch(r"[\w-]+", name):
+            name = re.sub("[^A-Za-z0-9]", "_", name).strip("_")
         return name if self.seed is None else f"{name}-seed{self.seed}"
 
     def read(self) -> "Run":
         self.records = read_records(self.folder / f"{self.stem}.jsonl")
-        if self.records:
-            for kept in self.folder.glob(f"{self.stem}.*.json"):
-                self.records[-1] |= json.loads(kept.read_text(encoding="utf-8"))
+        for kept in self.folder.glob(f"{self.stem}.*.json"):
+            self.records[-1] |= json.loads(kept.read_text(encoding="utf-8"))
         return self
 
     @property
@@ -109,7 +104,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("folder", help="below runs/")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the page's runs")
-    parser.add_argument("--missing", action="store_true", help="skip runs that are recorded")
     parser.add_argument("--draw", action="store_true", help="only write the table and the picture")
     args = parser.parse_args()
     folder = HERE / args.folder
@@ -117,14 +111,14 @@ def main() -> None:
         parser.error(f"no page {folder / 'README.md'}")
     page, runs = read_page(folder)
     stems = [run.stem for run in runs]
-    if unknown := [name for name in args.names if not fnmatch.filter(stems, name)]:
+    if unknown := [n for n in args.names if not any(fnmatch(stem, n) for stem in stems)]:
         parser.error(f"no such run: {', '.join(unknown)}; the page has {', '.join(stems)}")
-    for run in [] if args.draw else [run for run in runs if run.flags is not None]:
-        recorded = (folder / f"{run.stem}.jsonl").exists()
-        chosen = not args.names or any(fnmatch.fnmatch(run.stem, name) for name in args.names)
-        if chosen and not (args.missing and recorded):
+    names = args.names or ["*"]
+    chosen = [run for run in runs if any(fnmatch(run.stem, name) for name in names)]
+    for run in chosen:
+        if run.flags is not None and not args.draw:
             make_run(run, page)
-    runs = [run for run in map(Run.read, runs) if run.records]
+    runs = [run for run in runs if (folder / f"{run.stem}.jsonl").exists() and run.read()]
     if "columns" in page:
         write_table(folder, [*table(page, runs), "", recorded_with(folder)])
     if "panels" in page:
@@ -145,8 +139,8 @@ def read_page(folder: Path) -> tuple[dict[str, Any], list[Run]]:
 
 def make_run(run: Run, page: dict[str, Any]) -> None:
     """Runs the page's command and keeps the metrics, the time, the version and what `keep` says."""
-    name = f"{run.folder.name}-{run.stem}"
-    made, folder = HERE / name, run.folder
+    name, folder = f"{run.folder.name}-{run.stem}", run.folder
+    made = HERE / name
     shutil.rmtree(made, ignore_errors=True)
     seed = "" if run.seed is None else f"--seed {run.seed}"
     command = page.get("command", "python train.py {flags}").replace("{run}", name)
@@ -155,100 +149,80 @@ def make_run(run: Run, page: dict[str, Any]) -> None:
     started = time.monotonic()
     subprocess.run(command.replace("{flags}", flags), shell=True, cwd=ROOT, check=True,
                    env=os.environ | {"PATH": path})  # fmt: skip
-    seconds = round(time.monotonic() - started)
+    seconds = read_seconds(folder) | {run.stem: round(time.monotonic() - started)}
     patterns = page.get("metrics", ["*"])
-    kept = [{k: v for k, v in record.items() if any(fnmatch.fnmatch(k, p) for p in patterns)}
+    kept = [{k: v for k, v in record.items() if any(fnmatch(k, p) for p in patterns)}
             for record in read_records(made / "metrics.jsonl")]  # fmt: skip
     lines = "\n".join(json.dumps(record) for record in kept if record)
-    write_atomically(folder / f"{run.stem}.jsonl", lines)
+    (folder / f"{run.stem}.jsonl").write_text(lines + "\n")
     for pattern, target in page.get("keep", {}).items():
         which, file = pattern.split("/")
-        if fnmatch.fnmatch(run.stem, which):
+        if fnmatch(run.stem, which):
             shutil.copy(made / file, folder / target.replace("{run}", run.stem))
     shutil.rmtree(made)
-    times = json.dumps(read_seconds(folder) | {run.stem: seconds}, indent=1)
-    write_atomically(folder / "seconds.json", times)
-    write_recorded(folder)
+    (folder / "seconds.json").write_text(json.dumps(seconds, indent=1) + "\n")
+    line = f"Recorded with picoRL at commit {commit()} on {machine()}; torch {version('torch')}."
+    (folder / "recorded.txt").write_text(line + "\n")
 
 
 def table(page: dict[str, Any], runs: list[Run]) -> list[str]:
     """The page's table, as Markdown."""
     columns, kind = page["columns"], page.get("rows", "seeds")
-    if kind == "seeds":
-        groups = [([run], run.envs[0]) for run in runs]
-    elif kind == "environments":
-        groups = [([run], env) for env in runs[0].envs for run in runs]
-    else:
-        by_name: dict[str, list[Run]] = {}
-        for run in runs:
-            by_name.setdefault(run.name, []).append(run)
-        groups = [(seeds, seeds[0].envs[0]) for seeds in by_name.values()]
-    rows = [[cell(spec, *group) for spec in columns.values()] for group in groups]
-    return markdown(" | ".join(columns), rows)
-
-
-def markdown(head: str, rows: list[list[str]]) -> list[str]:
-    """Returns the lines of a table, whose head has | between its cells.
-
-    >>> markdown("side | s", [["picoRL", "1.5"]])
-    ['| side | s |', '| --- | --- |', '| picoRL | 1.5 |']
-    """
-    lines = [[head], ["---"] * (head.count("|") + 1), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-STATISTICS = {
-    "first": lambda values: values[0],
-    "last": lambda values: values[-1],
-    "mean": statistics.fmean,
-    "max": max,
-    "first5": lambda values: statistics.fmean(values[:5]),
-    "last5": lambda values: statistics.fmean(values[-5:]),
-}
+    rows = [([run], run.envs[0]) for run in runs]
+    if kind == "environments":
+        rows = [([run], env) for env in runs[0].envs for run in runs]
+    elif kind == "runs":
+        seeds = [[*group] for _, group in groupby(runs, lambda run: run.name)]
+        rows = [(of_run, of_run[0].envs[0]) for of_run in seeds]
+    return markdown(
+        " | ".join(columns), [[cell(c, *row) for c in columns.values()] for row in rows]
+    )
 
 
 def cell(spec: str, runs: list[Run], env: str) -> str:
     """A cell for one run, or for the seeds of a run.
 
-    `spec` is one of the words below, or [each|range|change] STATISTIC METRIC FORMAT: the mean over
-    the seeds; the value of each seed; the mean with the lowest and the highest; the first value and
-    the last. A FORMAT that ends with M shows millions.
+    `spec` is one of the words below, or [range|change] first|last|max METRIC FORMAT: the mean over
+    the seeds; with the lowest and the highest; the first value and the last. A FORMAT that ends
+    with M shows millions.
     """
-    run, records = runs[0], runs[0].records
-    evaluations = {name: pair for name, *pair in before_after(records)}
-    first, last = evaluations.get(env, ({}, {}))
-    if spec in ("name", "seed", "measure", "stem"):
-        return str(getattr(run, spec))
-    if spec == "seeds":
-        return str(len(runs))
-    if spec == "environment":
-        return f"`{env}`"
-    if spec in ("before", "after"):
-        middle, low, high = run.interval(env, first if spec == "before" else last)
-        return f"{middle:.2f} " + (f"[{low:.2f}, {high:.2f}]" if low < high else "(no interval)")
-    if spec == "p":
-        return f"{last[f'eval/{env}/p_value']:.0e}"
-    if spec == "trivial":
-        value = last.get(f"eval/{env}/trivial")
-        return "" if value is None or run.measure == "return" else f"{value:.2f}"
-    if spec == "seconds":
-        return f"{read_seconds(run.folder)[run.stem]} s"
-    if spec == "reached":
-        reached = (r["update"] for r in records if r.get(f"eval/{env}/accuracy", 0) >= 0.9)
-        return f"update {next(reached, 'never')}"
-    if spec == "tokens":
-        return ", ".join(tokens_until(run, env, 0.9) for run in runs)
-    *how, metric, form = spec.split()
-    if how == ["change"]:
-        return " → ".join(cell(f"{end} {metric} {form}", runs, env) for end in ("first", "last"))
-    millions, form = form.endswith("M"), form.removesuffix("M")
-    found = [values for run in runs if (values := run.values(metric, env))]
-    values = [STATISTICS[how[-1]](v) / (1e6 if millions else 1) for v in found]
-    if not values or how[0] == "each":
-        return ", ".join(format(value, form) for value in values)
-    middle = format((max if how[-1] == "max" else statistics.fmean)(values), form)
-    low, high = format(min(values), form), format(max(values), form)
-    return f"{middle} [{low}, {high}]" if how[0] == "range" else middle
+    run = runs[0]
+    first, last = {name: pair for name, *pair in before_after(run.records)}.get(env, ({}, {}))
+    match spec.split():
+        case ["name" | "seed" | "measure" | "stem"]:
+            return str(getattr(run, spec))
+        case ["environment"]:
+            return f"`{env}`"
+        case ["before" | "after"]:
+            middle, low, high = run.interval(env, first if spec == "before" else last)
+            return f"{middle:.2f} " + (
+                f"[{low:.2f}, {high:.2f}]" if low < high else "(no interval)"
+            )
+        case ["p"]:
+            return f"{last[f'eval/{env}/p_value']:.0e}"
+        case ["trivial"]:
+            value = last.get(f"eval/{env}/trivial")
+            return "" if value is None or run.measure == "return" else f"{value:.2f}"
+        case ["seconds"]:
+            return f"{read_seconds(run.folder)[run.stem]} s"
+        case ["reached"]:
+            reached = (r["update"] for r in run.records if r.get(f"eval/{env}/accuracy", 0) >= 0.9)
+            return f"update {next(reached, 'never')}"
+        case ["tokens"]:
+            return ", ".join(tokens_until(run, env, 0.9) for run in runs)
+        case ["change", metric, form]:
+            return " → ".join(
+                cell(f"{end} {metric} {form}", runs, env) for end in ("first", "last")
+            )
+        case [*how, which, metric, form]:
+            millions, form = form.endswith("M"), form.removesuffix("M")
+            pick = {"first": lambda v: v[0], "last": lambda v: v[-1], "max": max}[which]
+            found = [pick(v) for run in runs if (v := run.values(metric, env))]
+            values = [value / (1e6 if millions else 1) for value in found]
+            mean = format(statistics.fmean(values), form) if values else ""
+            low, high = (format(f(values, default=0), form) for f in (min, max))
+            return f"{mean} [{low}, {high}]" if how else mean
+    raise ValueError(f"no such column: {spec}")
 
 
 def tokens_until(run: Run, env: str, accuracy: float) -> str:
@@ -286,8 +260,6 @@ def draw(folder: Path, page: dict[str, Any], runs: list[Run]) -> None:
                     turn, place = divmod(number, len(colors))
                     look = {"color": colors[place], "linestyle": ("-", "--", ":")[turn]}
                     seed_band(axis, curves, label=name, **look)
-            if metric.startswith("gap/"):
-                axis.set_yscale("log")
             panel(axis, title, "update")
         for axis in axes[len(panels) :]:
             axis.set_axis_off()
@@ -301,14 +273,8 @@ def read_seconds(folder: Path) -> dict[str, int]:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def write_recorded(folder: Path) -> None:
-    """Writes folder/recorded.txt: with which version and on what machine the runs were made."""
-    line = f"Recorded with picoRL at commit {commit()} on {machine()}; torch {version('torch')}."
-    write_atomically(folder / "recorded.txt", line)
-
-
 def recorded_with(folder: Path) -> str:
-    """Returns the sentence in folder/recorded.txt."""
+    """With which version and on what machine the runs of a folder were made."""
     return (folder / "recorded.txt").read_text(encoding="utf-8").strip()
 
 
@@ -327,19 +293,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def spread(values: list[float], form: str = ".2f") -> str:
-    """Formats the median with the lowest and the highest value.
-
-    >>> spread([3.0, 1.0, 2.0])
-    '2.00 [1.00, 3.00]'
-    """
-    return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
-
-
 def commit() -> str:
     """Returns the short hash of the commit that is checked out."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.check_output(command, cwd=ROOT, encoding="utf-8").strip()
+
+
+def markdown(head: str, rows: list[list[str]]) -> list[str]:
+    """Returns the lines of a table, whose head has | between its cells."""
+    lines = [[head], ["---"] * (head.count("|") + 1), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """Formats the median with the lowest and the highest value: "2.00 [1.00, 3.00]"."""
+    return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
 def write_table(folder: Path, lines: list[str], name: str = "") -> None:
@@ -355,13 +323,6 @@ def write_table(folder: Path, lines: list[str], name: str = "") -> None:
         raise ValueError(f"{page} has no marks for: {mark}")
     text = head + begin + "\n".join(lines) + "\n" + end + tail
     page.write_text(text, encoding="utf-8", newline="\n")
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write a file that other processes may be writing at the same moment."""
-    part = file.with_name(f".part-{os.getpid()}-{file.name}")
-    part.write_text(text + "\n", encoding="utf-8", newline="\n")
-    os.replace(part, file)
 
 
 if __name__ == "__main__":
