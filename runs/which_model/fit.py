@@ -1,6 +1,6 @@
 """Which model fits which machine: memory that a run needs, computed from the shapes.
 
-    python runs/which_model/fit.py    # prints the tables and writes them into README.md
+    python runs/which_model/fit.py    # writes the tables into README.md
 
 L layers of width D; A = heads * head size of the queries, K of the keys (and of the values); MLP of
 width F; vocabulary V; N weights, R adapter weights; t tokens in a micro-batch; T = 1,280 tokens in
@@ -191,63 +191,40 @@ def memory(
     return gb
 
 
-def peak(m: Model, machine: Machine, rank: int, micro: int, nf4: bool = False) -> float:
-    """Returns the GB that the model needs on the machine."""
-    return memory(m, machine.device, rank, micro, machine.gpu, nf4)["peak"]
-
-
-def micro_batch(m: Model, machine: Machine, rank: int, nf4: bool = False) -> int:
-    """Returns the tokens of the largest micro-batch that fits, a multiple of 1,024; 0: none."""
+def micro_batch(m: Model, machine: Machine, rank: int, nf4: bool = False) -> tuple[int, float]:
+    """Returns the tokens of the largest micro-batch that fits, a multiple of 1,024, and the GB that
+    it needs; 0 tokens: none fits.
+    """
     for n in range(1024 * MAX_MICRO_BATCH, 0, -1024):
-        if peak(m, machine, rank, n, nf4) <= machine.available:
-            return n
-    return 0
+        needed = memory(m, machine.device, rank, n, machine.gpu, nf4)["peak"]
+        if needed <= machine.available:
+            return n, needed
+    return 0, 0.0
 
 
-def largest_model(machine: Machine, rank: int, nf4: bool = False) -> Model:
-    """Returns the model with the most weights that fits. Raises ValueError if none does."""
-    return max((m for m in MODELS if micro_batch(m, machine, rank, nf4)), key=num_weights)
-
-
-def command(m: Model, machine: Machine, rank: int, nf4: bool = False) -> str:
-    """Returns the command that trains the model on the machine."""
-    return (
-        f"python train.py --model-id {m.model_id} --lora-rank {rank} "
-        f"{'--quantize nf4 --sampler torch ' if nf4 else ''}"
-        f"--max-tokens-per-micro-batch {micro_batch(m, machine, rank, nf4)} --max-tokens 1024 "
-        f"--max-model-len {LENGTH} --num-prompts {NUM_PROMPTS} --group-size {GROUP_SIZE} "
-        f"--eval-num-tasks {NUM_PROMPTS * GROUP_SIZE}"
-    )
-
-
-def methods(machine: Machine) -> list[tuple[int, bool, str]]:
-    """Returns rank, whether the base model has 4 bits, and the name of each way to train."""
-    ways = [(0, False, "all weights"), (RANK, False, f"LoRA, rank {RANK}")]
-    return ways + [(RANK, True, f"QLoRA, rank {RANK}")] * (machine.device == "cuda")
+def largest(machine: Machine, rank: int, nf4: bool) -> str:
+    """Returns the model with the most weights that fits on the machine, and its micro-batch."""
+    if nf4 and machine.device != "cuda":
+        return ""
+    fitting = [m for m in MODELS if micro_batch(m, machine, rank, nf4)[0]]
+    m = max(fitting, key=num_weights)
+    tokens, needed = micro_batch(m, machine, rank, nf4)
+    return f"{m.model_id.partition('/')[2]}, {tokens}, {needed:.1f} GB"
 
 
 def lines() -> list[str]:
-    """Returns the tables and commands of README.md."""
-    rows, commands = [], []
-    for machine in MACHINES:
-        for rank, nf4, trained in methods(machine):
-            m = largest_model(machine, rank, nf4)
-            n = micro_batch(m, machine, rank, nf4)
-            needed = peak(m, machine, rank, n, nf4)
-            rows.append([machine.name, trained, m.model_id, f"{n:,}", f"{needed:.1f} GB",
-                         f"{machine.available:.1f} GB"])  # fmt: skip
-            commands.append(f"    # {machine.name}: {trained}")
-            commands.append(f"    {command(m, machine, rank, nf4)}")
+    """Returns the tables of README.md."""
+    ways = [(0, False), (RANK, False), (RANK, True)]
+    machines = [[machine.name, f"{machine.available:.1f} GB", *(largest(machine, *w) for w in ways)]
+                for machine in MACHINES]  # fmt: skip
     models = []
     for m in MODELS:
         needs = [memory(m, d, r, 1024)["peak"] for d in ("cuda", "cpu", "mps") for r in (0, RANK)]
         needs.insert(2, memory(m, "cuda", RANK, 1024, nf4=True)["peak"])
         models.append([m.model_id, f"{num_weights(m) / 1e9:.3f}B", *(f"{x:.1f}" for x in needs)])
     return [
-        *markdown("machine | trained | largest model that fits | micro-batch, tokens | needs | "
-                  "available", rows),
-        "", *commands, "",
-        "GB with the smallest micro-batch, one sequence, and 2^25 logits at a time:", "",
+        *markdown("machine | available | all weights | LoRA, rank 32 | QLoRA, rank 32", machines),
+        "", "GB with the smallest micro-batch, one sequence, and 2^25 logits at a time:", "",
         *markdown("model | weights | GPU, all | GPU, LoRA | GPU, QLoRA | CPU, all | CPU, LoRA | "
                   "Mac, all | Mac, LoRA", models),
     ]  # fmt: skip
@@ -255,4 +232,3 @@ def lines() -> list[str]:
 
 if __name__ == "__main__":
     write_table(HERE, lines())
-    print("\n".join(lines()))
