@@ -2,7 +2,6 @@
 
 import math
 import re
-import types
 
 import pytest
 import torch
@@ -63,64 +62,18 @@ def test_importance_weights_multiply_the_gradient_of_each_token(algorithm):
     assert gradient.tolist() == pytest.approx([-0.25 * 3 * 1, -0.75 * 0.5 * -2])
 
 
-def test_otb_weighs_the_returns_of_the_rollouts_that_have_a_token_at_the_place():
-    """Two rollouts of a group, with two tokens and one, and a rollout of another group."""
-    tokens = Tokens(rollout=torch.tensor([0, 0, 1, 2]), group=torch.tensor([0, 0, 0, 1]),
-                    place=torch.tensor([0, 1, 0, 0]), rewards=torch.tensor([0.0, 1.0, 2.0, 3.0]),
-                    energy=torch.tensor([0.5, 1.5, 1.5, 2.0]),
-                    old_values=torch.arange(4.0))  # fmt: skip
-    # at the first place (0.5 · 1 + 1.5 · 2) / (0.5 + 1.5) = 1.75; where a rollout is alone, 0
-    want = [1 - 1.75, 1.0, 2 - 1.75, 3.0]
-    assert atlas.otb_advantages(tokens, None).tolist() == pytest.approx(want)
-    want = [1 - 2.0, 1.0, 2 - 1.0, 3.0]  # of two, the other one
-    assert atlas.otb_advantages(tokens, None, own=False).tolist() == pytest.approx(want)
-    assert atlas.known_advantages(tokens, None).tolist() == [1 - 0, 1 - 1, 2 - 2, 3 - 3]
-
-
 LOG3 = math.log(3)
 QUARTERS = torch.tensor([[[LOG3, 0.0], [0.0, 0.0], [LOG3, 0.0]]] * 2)  # logits of the atlas' tasks
 
 
-def test_exact_baselines_by_hand():
-    """Tokens go on with probabilities 3/4, 1/2 and 3/4; |∇ log π|² = 2 (1 - π)²."""
-    tasks = atlas.Tasks(QUARTERS)
-    norms, end, on = tasks.score_norms(), 9 / 8, 1 / 8
-    want = [[end, 0, 0], [on, 0.5, 0], [on, 0.5, end], [on, 0.5, on]]
-    assert torch.allclose(norms, torch.tensor([want] * 2))
+def test_exact_values_by_hand():
+    """Tokens go on with probabilities 3/4, 1/2 and 3/4."""
     # a token at the last place is right in 1 of 4 cases, the second ends right in the first task
-    values = [[0.75 * 0.625, 0.625, 0.25], [0.75 * 0.125, 0.125, 0.25]]
-    assert torch.allclose(tasks.baseline(atlas.mask())[:, 3], torch.tensor(values))
-    # with two choices the own norm swaps their probabilities
-    own_norm = [[0.25 * 0.625, 0.625, 0.75], [0.25 * 0.125, 0.125, 0.75]]
-    assert torch.allclose(tasks.baseline(norms)[:, 0], torch.tensor(own_norm))
-    # with what the tokens before it add: 7/4 for the end and 3/4 for going on
-    last = 0.25 * 1.75 / (0.25 * 1.75 + 0.75 * 0.75)
-    otb = [[*first_two, last] for *first_two, _ in own_norm]
-    assert torch.allclose(tasks.baseline(norms.cumsum(-1))[:, 2], torch.tensor(otb))
+    want = [[0.75 * 0.625, 0.625, 0.25], [0.75 * 0.125, 0.125, 0.25]]
+    assert torch.allclose(atlas.Tasks(QUARTERS).values()[:, 3], torch.tensor(want))
 
 
 def test_the_atlas_has_a_row_for_each_estimator():
     page = (atlas.HERE / "README.md").read_text(encoding="utf-8")
     table = page.partition("<!-- table of losses -->")[2].partition("<!-- end")[0]
     assert re.findall(r"^\| (`.+?) \|", table, re.M) == [*atlas.estimators()]
-
-
-def test_the_weights_of_otb_are_those_of_the_policy_that_sampled(monkeypatch):
-    """Of a token and those before it: 9/8 for an end of probability 1/4, 1/8 for going on."""
-    monkeypatch.setattr(atlas, "GROUP", 1)
-    seen = set()
-
-    def compute_advantages(tokens, options):
-        seen.update(zip(tokens.place.tolist(), tokens.energy.tolist(), strict=True))
-        return atlas.otb_advantages(tokens, options)
-
-    otb = types.SimpleNamespace(
-        compute_advantages=compute_advantages, compute_loss=reinforce.compute_loss
-    )
-    old, new = atlas.Tasks(QUARTERS), atlas.Tasks(torch.tensor(atlas.LOGITS))
-    found = atlas.estimate(otb, reinforce.Options(), old, new, None)
-    ends, on = {(0, 9 / 8), (2, 1 / 8 + 1 / 2 + 9 / 8)}, {(0, 1 / 8), (1, 5 / 8), (2, 3 / 4)}
-    assert {(place, round(energy, 5)) for place, energy in seen} == ends | on
-    # alone in its group, a rollout has no baseline
-    want = atlas.estimate(reinforce, reinforce.Options(baseline="none"), old, new, None)
-    assert torch.allclose(found[0], want[0]) and found[1] == pytest.approx(want[1])

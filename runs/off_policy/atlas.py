@@ -14,9 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 import record  # noqa: E402
 
 from algorithms import grpo, ppo, reinforce  # noqa: E402
-from algorithms.tokens import Tokens, group_sum, pair_ids, token_weights  # noqa: E402
+from algorithms.tokens import Tokens, token_weights  # noqa: E402
 from algorithms.variants import cispo, dppo, gspo  # noqa: E402
 
 LENGTHS = torch.tensor([1, 2, 3, 3])  # of the completions: end; on, end; on, on, end; on, on, on
@@ -57,18 +55,12 @@ class Tasks:
         """Probability of a right completion, by task: [2]."""
         return (self.logprobs().sum(-1).exp() * RIGHT).sum(-1)
 
-    def score_norms(self) -> Tensor:
-        """|∇ log π|² of each token in its logits, 1 - 2π + Σπ²: [task, completion, 3]; 0 off the
-        mask."""
-        return torch.where(mask(), scores(self).square().sum(-1), 0.0)
+    def values(self) -> Tensor:
+        """The expected return of each token: [task, completion, 3].
 
-    def baseline(self, weights: Tensor) -> Tensor:
-        """For each token E[weight · reward] / E[weight] over the completions that have a token at
-        its place; `weights` and result [task, completion, 3].
-
-        With weights of 1 that is the value, as all tokens at a place follow the same ones.
+        All tokens at a place follow the same ones, so it depends on the place alone.
         """
-        weights = self.logprobs().sum(-1).exp()[..., None] * mask() * weights
+        weights = self.logprobs().sum(-1).exp()[..., None] * mask()
         means = (weights * RIGHT[..., None]).sum(1) / weights.sum(1)
         return means[:, None].expand(-1, 4, -1)
 
@@ -95,35 +87,18 @@ def scores(tasks: Tasks) -> Tensor:
     return torch.nn.functional.one_hot(TOKENS, 2) - tasks.logits.softmax(-1)[:, None]
 
 
-def otb_advantages(tokens: Tokens, options: Any, own: bool = True) -> Tensor:
-    """OTB (arXiv:2602.07078) as in verl: the return minus Σ W R / Σ W over the rollouts of the
-    group that have a token at this place; minus 0 where that is this rollout alone. Without `own`
-    the sums leave this rollout out."""
-    returns = group_sum(tokens.rewards, tokens.rollout)
-    peers, left_out = pair_ids(tokens.group, tokens.place), tokens.energy * (not own)
-    weighted = group_sum(tokens.energy * returns, peers) - left_out * returns
-    baseline = weighted / (group_sum(tokens.energy, peers) - left_out)
-    alone = group_sum(torch.ones_like(returns), peers) == 1
-    return returns - torch.where(alone, 0.0, baseline)
-
-
-def known_advantages(tokens: Tokens, options: Any) -> Tensor:
-    """The return minus a baseline that is known of each token, `old_values`."""
-    return group_sum(tokens.rewards, tokens.rollout) - tokens.old_values
-
-
 def estimate(
     algorithm: Any, options: Any, old: Tasks, new: Tasks, values: Tensor | None
 ) -> tuple[Tensor, float]:
     """Expectation of the gradient that is followed, [task, token, 2], and its variance.
 
-    `old` samples; the gradient is taken at `new`. `values` [task, completion, 3] are PPO's, or a
-    baseline. The variance is E|g - E g|².
+    `old` samples; the gradient is taken at `new`. `values` [task, completion, 3] are PPO's. The
+    variance is E|g - E g|².
     """
     options = options.with_preset()
     task = torch.arange(2).repeat_interleave(GROUP)
     old_logprobs, logprobs = old.logprobs(), new.logprobs()
-    gradients, energy = scores(new), old.score_norms().cumsum(-1)
+    gradients = scores(new)
     mean, square = torch.zeros(2, 3, 2), 0.0
     for completions, probability in old.batches():
         sampled = mask()[completions]
@@ -137,7 +112,6 @@ def estimate(
             rollout=rollout, turn=rollout * 0, sequence=rollout, group=task[rollout],
             rewards=rewards[sampled], discounts=ones, in_loss=rollout >= 0,
             old_logprobs=old_here, sampler_logprobs=old_here, importance_weights=ones, place=place,
-            energy=energy[task, completions][sampled],
             logprobs=logprobs[task, completions][sampled].requires_grad_(),
         )  # fmt: skip
         if values is not None:
@@ -162,19 +136,11 @@ def gradient_of(tasks: Tasks, objective: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def estimators() -> dict[str, tuple[Any, Any, str]]:
-    """Name: algorithm, options, and of what PPO's values, or the baseline, are made."""
+    """Name: algorithm, options, and PPO's values."""
     found: dict[str, tuple[Any, Any, str]] = {}
     for baseline in ("none", "batch", "group", "leave_one_out"):
         options = reinforce.Options(baseline=baseline)  # type: ignore[arg-type]
         found[f"`reinforce`, baseline {baseline}"] = reinforce, options, ""
-    options, loss = reinforce.Options(), reinforce.compute_loss
-    for name, own in (("four rollouts", True), ("the three others", False)):
-        advantages = partial(otb_advantages, own=own)
-        otb = SimpleNamespace(compute_advantages=advantages, compute_loss=loss)
-        found[f"`reinforce`, OTB of {name}"] = otb, options, ""
-    known = SimpleNamespace(compute_advantages=known_advantages, compute_loss=loss)
-    for of in ("exact OTB", "exact OTB of the own norm", "exact values"):
-        found[f"`reinforce`, {of}"] = known, options, of
     for loss_type in grpo.LOSS_TYPES:
         found[f"`grpo`, loss type {loss_type}"] = grpo, grpo.Options(loss_type), ""  # type: ignore[arg-type]
     for algorithm in (gspo, cispo, dppo):
@@ -198,11 +164,8 @@ def atlas() -> dict[str, list[float]]:
     old = Tasks(torch.tensor(LOGITS))
     noise = torch.randn(old.logits.shape, generator=torch.Generator().manual_seed(0))
     new = Tasks(old.logits + MOVED * noise)
-    norms = old.score_norms()
-    values = {"": None, "exact values": old.baseline(mask()),
-              "wrong values": torch.full((2, 4, 3), 0.5),
-              "exact OTB": old.baseline(norms.cumsum(-1)),
-              "exact OTB of the own norm": old.baseline(norms)}  # fmt: skip
+    values = {"": None, "exact values": old.values(),
+              "wrong values": torch.full((2, 4, 3), 0.5)}  # fmt: skip
     found = {}
     for name, (algorithm, options, of) in track(estimators().items(), "estimators", transient=True):
         numbers = []
