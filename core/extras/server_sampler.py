@@ -105,7 +105,7 @@ class ServerSampler(Sampler):
         [drawn] = self.sample([text], PROBE)
         if max(drawn.token_ids) < policy.causal_lm.config.get_text_config().vocab_size:
             gap = canary.gaps(policy, text, drawn, PROBE.temperature).mean().item()
-        if gap > MAX_GAP.get(policy.dtype, MAX_GAP[torch.float32]):
+        if not gap <= MAX_GAP.get(policy.dtype, MAX_GAP[torch.float32]):  # NaN, too
             dtype = str(policy.dtype).removeprefix("torch.")
             raise UsageError(
                 f"--base-url {self.url}: its log-probs differ by {gap:.1e} nats from the "
