@@ -105,7 +105,8 @@ class TaskOptions:
     curriculum: Fraction = 0.0
     # Turns of one player after which an episode is truncated.
     max_turns: Annotated[int, Range(1, 10**4)] = 8
-    # Seconds that one call of an environment may take before its episode fails; 0: no limit.
+    # Seconds that one call of an environment that waits (waits = True) may take before its episode
+    # fails; 0: no limit.
     env_timeout: Annotated[float, Range(0.001, 10**6, or_zero=True)] = 60.0
     # Environments with a process or a connection of their own (remote, openenv) and agents that
     # exist at the same time, on each rank; further episodes wait until others have ended. None: 32;

@@ -24,8 +24,8 @@ continues as soon as its own answers are there. Its random numbers stay the same
 computes it together with other completions, which rounds differently, so log-probs differ in the
 last digits.
 
-An environment that raises, exceeds its time limit, changes the working directory or returns
-something invalid costs only its own episode: `Rollout.error` gives the reason.
+An environment that raises, exceeds its time limit or returns something invalid costs only its own
+episode: `Rollout.error` gives the reason.
 """
 
 import random
@@ -161,10 +161,9 @@ class RolloutCollector:
         return group_by_agent(with_lowest_return(distributed.all_gather(kept)))
 
     def close(self) -> None:
-        """Closes all environments, and ends the threads."""
+        """Closes all environments."""
         idle = [env for envs in self.pool.idle.values() for env in envs]
         self.play_out([self.pool.discard(env) for env in idle])
-        self.pool.close()
 
     def episode(self, episode: Episode, answerer: Answerer) -> Play:
         """One episode, from its reset to its last step."""

@@ -36,5 +36,7 @@ class EpisodesFailed(UsageError):
     """The environment of more than half of the episodes failed."""
 
 
-class Stopped(Exception):
-    """Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 stopped the run at a safe point; exit code 130."""
+class Stopped(BaseException):
+    """Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 stopped the run at a safe point; exit code 130.
+
+    Raised in the midst of a user's function, it must pass `except Exception`."""

@@ -3,33 +3,21 @@
 Each episode has an environment of its own while it is played. At most `max_heavy` environments with
 a process or a connection of their own (`Env.heavy`), or programs, exist at the same time.
 
-Quick environments are called one after the other, in the order of their episodes: by the main
-thread, where it can end a call (core/calls.py), else by one other thread. Those that wait
-(`Env.waits`) are called side by side, each call in a thread.
+Quick environments are called as functions are, one after the other, in the order of their
+episodes. Those that wait (`Env.waits`) are called side by side, each call in a thread.
 """
 
 import os
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
-import torch
-
-from core.calls import (
-    Calls,
-    Outcome,
-    TimeLimit,
-    call_here,
-    can_call_here,
-    in_thread,
-    traceback_of,
-)
+from core.calls import LONG, Calls, Outcome, in_thread, outcome_of, quick_calls
+from core.faults import Stopped
 from environments.base import (
     PLAYER,
     Env,
@@ -40,12 +28,9 @@ from environments.base import (
     checked_steps,
     has_step_batch,
 )
-from environments.plumbing.registry import EnvSpec, make, place_of
+from environments.plumbing.registry import EnvSpec, make
 
 POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
-LONG = 10.0  # seconds of quick calls in a round after which a line says so
-FIRST, BUILT = threading.Lock(), set[EnvSpec]()  # held while the first one of a spec is built
-WAITS = "; if it waits for something, such as a server, set waits = True in its class"
 
 
 @dataclass(eq=False)  # so that a call can be the key of a dict
@@ -74,12 +59,8 @@ class Pool:
         self.said = set[Any]()  # keys of lines
         self.idle: dict[EnvSpec, list[PooledEnv]] = defaultdict(list)
         self.lent: set[PooledEnv] = set()  # to episodes
-        # groups of calls; those for this thread have not begun
-        self.here = deque[tuple[list[EnvCall], Callable[[], list[Outcome]]]]()
-        self.in_order = Calls(1, limit, interrupts=True)
-        self.side_by_side = Calls(max(count, max_heavy or 0), limit, interrupts=True)
-        self.seconds = defaultdict[EnvSpec, float](float)  # of this round's quick calls
-        self.folder, self.dtype = os.getcwd(), torch.get_default_dtype()  # before all calls
+        self.quick = deque[tuple[list[EnvCall], Callable[[], list[Outcome]]]]()  # groups of calls
+        self.slow = Calls(max(count, max_heavy or 0), limit)
 
     def borrow(self, spec: EnvSpec) -> Generator[list[EnvCall], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
@@ -116,42 +97,41 @@ class Pool:
     def begin(self, calls: list[EnvCall]) -> None:
         """Begins calls. The steps of a class with `step_batch` are one call; the calls of one
         environment, such as a demonstration of each agent, are made in turn."""
-        if not (self.here or self.in_order.num_open or self.side_by_side.num_open):
-            self.seconds.clear()
         groups: dict[Any, list[EnvCall]] = defaultdict(list)
         for call in calls:
             together = call.is_step and call.env.steps_together
             groups[call.env.spec if together else call.env].append(call)
         for key, group in groups.items():
             make_them = step_together if isinstance(key, EnvSpec) else make_in_turn
-            function, env = partial(self._make, make_them, group), group[0].env
-            finish = partial(self._finish, env=env)
+            function, env = partial(make_them, group), group[0].env
             if env.waits:  # a program has a limit of its own
-                limited = not is_program(env.spec)
-                self.side_by_side.start(group, function, finish, limited)
-            elif can_call_here():
-                self.here.append((group, function))
+                self.slow.start(group, function, limited=not is_program(env.spec))
             else:
-                self.in_order.start(group, function, finish)
+                self.quick.append((group, function))
 
     def ended(self, wait: float, on_progress: Callable[[], None]) -> dict[Any, Outcome]:
         """The outcome of each call that has ended. Makes quick calls for a moment; where there are
-        none, waits up to `wait` seconds for each kind of thread.
+        none, waits up to `wait` seconds.
 
-        `on_progress` is called once a second of a long call.
+        A signal that ends the run calls `on_progress` within a quick call.
         """
         made, until = list[tuple[Any, Outcome]](), time.monotonic() + POLL
-        while self.here and time.monotonic() < until:
-            group, function = self.here.popleft()
-            made.append((group, self._call_here(group[0], function, on_progress)))
-        for calls in (self.in_order, self.side_by_side):
-            made += calls.ended(0.0 if made or not calls.num_open else wait)
+        with quick_calls(on_progress) if self.quick else nullcontext():
+            while self.quick and time.monotonic() < until:
+                group, function = self.quick.popleft()
+                since = time.monotonic()
+                outcome = outcome_of(function)
+                if isinstance(outcome[1], (KeyboardInterrupt, Stopped)):
+                    raise outcome[1]
+                if time.monotonic() - since >= LONG:
+                    self.say_once(f"{group[0].env.spec.short}: {group[0].method.__name__}() took "
+                                  f"more than {LONG:g} s; if it waits for something, such as a "
+                                  "server, set waits = True in its class")  # fmt: skip
+                made.append((group, outcome))
+        if self.slow.num_open:
+            made += self.slow.ended(0.0 if made else wait)
         outcomes: dict[Any, Outcome] = {}
         for group, (found, error) in made:
-            if isinstance(error, TimeLimit):
-                self._restore()
-            if group:
-                self._say_if_long(group[0], 0.0, None)
             for i, call in enumerate(group):  # an exception is that of all of them
                 outcomes[call] = found[i] if error is None else (None, error)
         return outcomes
@@ -159,82 +139,18 @@ class Pool:
     def abandon(self) -> None:
         """Forgets all calls; closes the environments in use, but for those still at work in a call.
         A program is at work in any case: it is ended."""
-        self._restore()
-        self.here.clear()
-        under_way = [*self.in_order.clear(), *self.side_by_side.clear()]
-        at_work = {call.env for group in under_way for call in group}
+        self.quick.clear()
+        at_work = {call.env for group in self.slow.clear() for call in group}
         unused = [env for env in self.lent if is_program(env.spec) or env not in at_work]
-        for env in unused:
-            if env.waits:
-                in_thread(env.close)
-        in_thread(lambda: [*map(close_quietly, (env for env in unused if not env.waits))])
+        for env in unused:  # side by side, as one may hang
+            in_thread(env.close)
         self.lent.clear()
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self.in_order.close()
-        self.side_by_side.close()
 
     def say_once(self, line: str, key: Any = None) -> None:
         """Says a line, unless one with its `key` was said before; None: the line itself."""
         if (key or line) not in self.said:
             self.said.add(key or line)
             self.say(line)
-
-    def _call_here(
-        self, call: EnvCall, function: Callable[[], Any], on_progress: Callable[[], None]
-    ) -> Outcome:
-        """Makes a quick call in this thread."""
-
-        def look(seconds: float, frame: FrameType | None) -> None:
-            self._say_if_long(call, seconds, frame)
-            with suppress(RuntimeError):  # the call was writing to the terminal
-                on_progress()
-
-        return self._finish(call_here(function, self.in_order.limit, look), call.env)
-
-    def _make(
-        self, make_them: Callable[[list[EnvCall]], list[Outcome]], group: list[EnvCall]
-    ) -> list[Outcome]:
-        """Makes a call in any thread."""
-        env, since, is_new = group[0].env, time.monotonic(), group[0].env.game is None
-        self._restore()  # a call that was given up may have gone on
-        try:
-            with torch.enable_grad():
-                return make_them(group)
-        finally:
-            torch.set_default_dtype(self.dtype)
-            if not is_new:  # to build one may take long
-                self.seconds[env.spec] += time.monotonic() - since
-
-    def _finish(self, outcome: Outcome, env: "PooledEnv") -> Outcome:
-        """The outcome of a call; it is an error if the call has left the working directory."""
-        if not self._restore():
-            return outcome
-        if not is_program(env.spec):
-            return None, RuntimeError("the environment changed the working directory")
-        self.say_once("an agent changed the working directory, which all share: the run changed it "
-                      "back")  # fmt: skip
-        return outcome  # another program may have left it
-
-    def _restore(self) -> bool:
-        """Restores the working directory, which the run's paths need, and PyTorch's dtype; whether
-        the directory was another one."""
-        torch.set_default_dtype(self.dtype)
-        with suppress(OSError):  # the new one may be deleted already
-            if os.getcwd() == self.folder:
-                return False
-        os.chdir(self.folder)
-        return True
-
-    def _say_if_long(self, call: EnvCall, seconds: float, frame: FrameType | None) -> None:
-        """Names a quick environment whose calls in this round, the last one with `seconds` so far,
-        are not quick."""
-        env, name = call.env, call.method.__name__
-        if not env.waits and self.seconds[env.spec] + seconds >= LONG:
-            where = place_of(TimeLimit().with_traceback(traceback_of(frame)))
-            line = f"{env.spec.short}: {name}() takes long: {LONG:g} s of one round so far{where}"
-            self.say_once(line + WAITS, env.spec)
 
 
 class PooledEnv:
@@ -248,25 +164,12 @@ class PooledEnv:
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         if self.game is None:
-            made = self.build()
+            made = make(self.spec)
             if isinstance(made, Env):
                 self.is_single, self.steps_together = True, has_step_batch(made)
                 made = self.prepare(made)
             self.made, self.game = made, as_multi(made)
         return checked_openings(self.game.reset(seed))
-
-    def build(self) -> Any:
-        # the first one alone: it imports modules and reads data that the others share
-        is_alone = FIRST.acquire(timeout=LONG)  # one may hang
-        try:
-            if self.spec not in BUILT:
-                made = make(self.spec)
-                BUILT.add(self.spec)
-                return made
-        finally:
-            if is_alone:
-                FIRST.release()
-        return make(self.spec)
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         return self.checked(self.game.step(responses))
@@ -313,12 +216,6 @@ def step_together(calls: list[EnvCall]) -> list[Outcome]:
         except Exception as error:
             outcomes.append((None, error))
     return outcomes
-
-
-def close_quietly(env: PooledEnv) -> None:
-    """Closes an environment after which nobody asks."""
-    with suppress(Exception, SystemExit):
-        env.close()
 
 
 def most_at_once(spec: EnvSpec) -> int:

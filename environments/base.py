@@ -308,8 +308,7 @@ class Env(Instance, ABC):
         or the exception that fails its episode.
 
         Training and evaluation then call this instead of `step`, once for all of a rank's
-        episodes that act at the same time; --env-timeout limits the whole call. An exception fails
-        all these episodes.
+        episodes that act at the same time. An exception fails all these episodes.
         """
         return [env.step(response) for env, response in zip(envs, responses, strict=True)]
 

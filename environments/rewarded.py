@@ -18,8 +18,8 @@ prompt and, as in TRL, not in the completion:
 
 So it may compare completions; with several ranks a group can lie in the batches of two. If the
 prompt is a list of messages, a completion is one, too, as in TRL. `async` functions are awaited
-together, and those of all batches in the same event loop. --env-timeout limits the call of all
-functions. After an exception they are called again for each row by itself, and the rows that fail
+together, and those of all batches in the same event loop; if all are, --env-timeout limits their
+call. After an exception they are called again for each row by itself, and the rows that fail
 cost only their own episodes. EnvFailure, anything but such a list, or only None from all functions
 for all completions fails every episode of the batch.
 

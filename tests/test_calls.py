@@ -1,30 +1,28 @@
-"""Quick environments are called in order, those that wait side by side, each within its limit."""
+"""Quick environments are called in order, those that wait side by side and within a limit."""
 
-import asyncio
-import os
 import random
+import re
 import signal
 import threading
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-import torch
 from test_env_failures import OneTurn
 from test_episodes import PARAMS, Scripted, message
 
 from core import calls, pool
-from core.calls import Calls, call_here
+from core.calls import Calls
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras.tools import ToolRenderer
+from core.faults import Stopped
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
+from core.terminal.interrupt import Interrupt
 from environments.base import EndRun, Env, EnvFailure, MultiAgentEnv, Step
 from environments.plumbing import registry
-from environments.plumbing.registry import place_of
 
 
 @pytest.fixture
@@ -40,23 +38,16 @@ def tasks(number):
     return [Task("slow", seed, seed) for seed in range(number)]
 
 
-HAS_ALARM = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no alarm")
-
-
-@pytest.fixture(params=["here", "in one thread", "side by side"])
+@pytest.fixture(params=["here", "side by side"])
 def way(request, monkeypatch):
-    """The three ways in which a pool calls environments."""
-    if request.param == "here" and not hasattr(signal, "SIGALRM"):
-        pytest.skip("Windows has no alarm")
-    if request.param == "in one thread":  # as under --overlap, and on Windows
-        monkeypatch.setattr(pool, "can_call_here", lambda: False)
+    """The two ways in which a pool calls environments."""
     if request.param == "side by side":
         monkeypatch.setattr(OneTurn, "waits", True)
         monkeypatch.setattr(Uneven, "waits", True)
     return request.param
 
 
-def test_quick_environments_are_called_by_one_thread_in_order(policy, register, way):
+def test_quick_environments_are_called_in_order_in_this_thread(policy, register, way):
     class Seen(OneTurn):
         def reset(self, seed):
             self.seed = seed
@@ -83,13 +74,12 @@ def test_quick_environments_are_called_by_one_thread_in_order(policy, register, 
     if way == "side by side":
         assert len(used) == 4
     else:
-        assert len(used) == 1 and (threading.main_thread() in used) == (way == "here")
+        assert used == {threading.main_thread()}
         random.seed(3)
         assert [drawn for _, drawn in seen] == [random.random() for _ in range(4)]
         assert order == [0, 1, 2, 3]
 
 
-@HAS_ALARM
 def test_between_long_calls_the_loop_looks_at_ctrl_c(policy, register, monkeypatch):
     class Long(OneTurn):
         def step(self, response):
@@ -105,23 +95,6 @@ def test_between_long_calls_the_loop_looks_at_ctrl_c(policy, register, monkeypat
     assert {*looks} == {0, 1, 2, 3, 4}
 
 
-@HAS_ALARM
-def test_environments_may_run_asyncio_in_a_notebook(policy, register):
-    class Asks(OneTurn):
-        def step(self, response):
-            asyncio.run(asyncio.sleep(0))
-            return super().step(response)
-
-    async def cell():  # a notebook has a running loop
-        rollouts = RolloutCollector(policy, 1).collect(tasks(2), Scripted(policy), PARAMS)
-        assert asyncio.get_running_loop()  # as before
-        return rollouts
-
-    register(Asks)
-    assert [r.error for r in asyncio.run(cell())] == ["", ""]
-
-
-@HAS_ALARM
 def test_ctrl_c_is_not_taken_for_an_error_of_the_environment(policy, register):
     class Interrupted(OneTurn):
         def step(self, response):
@@ -133,50 +106,46 @@ def test_ctrl_c_is_not_taken_for_an_error_of_the_environment(policy, register):
         RolloutCollector(policy, 4).collect(tasks(2), Scripted(policy), PARAMS)
 
 
-def never(seconds, frame):
-    """A `look` that sees nothing."""
+def test_a_signal_ends_a_quick_call_where_it_is(policy, register):
+    """Also one whose code takes every Exception for a reason to go on."""
+
+    class Endless(OneTurn):
+        def step(self, response):
+            with suppress(Exception):
+                signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the call goes on")
+
+        def close(self):
+            closed.set()
+
+    register(Endless)
+    closed = threading.Event()
+    with Interrupt() as interrupt, pytest.raises(Stopped):
+        collector = RolloutCollector(policy, 4)
+        collector.collect(tasks(1), Scripted(policy), PARAMS, interrupt.check_alone)
+    assert closed.wait(60) and not calls.LOOKS
 
 
-@HAS_ALARM
-@pytest.mark.parametrize("own_alarm", [False, True])
-def test_an_endless_loop_ends_at_its_limit_also_after_an_alarm_of_its_own(monkeypatch, own_alarm):
-    monkeypatch.setattr(calls, "LOOK", 0.05)
+def test_a_quick_call_that_lasts_long_shows_its_line(policy, register, monkeypatch, capfd):
+    class Long(OneTurn):
+        def step(self, response):
+            shown = ""
+            while not (found := re.search(r'test_calls.py", line (\d+) in step', shown)):
+                shown += capfd.readouterr().err
+            lines.append(int(found[1]))
+            return super().step(response)
 
-    def loops():
-        if own_alarm:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            signal.alarm(60)
-            signal.alarm(0)
-        with suppress(calls.Overdue):  # it is raised again
-            while True:
-                sum(range(1000))
-        while True:
-            sum(range(1000))
-
-    def settings():
-        numbers, timers = (signal.SIGALRM, signal.SIGVTALRM), (signal.ITIMER_REAL, 1)
-        return [*map(signal.getsignal, numbers), *map(signal.getitimer, timers)]
-
-    before = settings()
-    value, error = call_here(loops, 0.2, never)
-    assert value is None and str(error) == "no answer in 0.2 seconds (--env-timeout)"
-    assert place_of(error).startswith(" (test_calls.py, line ")
-    assert settings() == before
-
-
-@HAS_ALARM
-def test_a_loop_that_catches_everything_ends_too(monkeypatch):
-    monkeypatch.setattr(calls, "LOOK", 0.02)
-
-    def retries():
-        while True:
-            try:  # noqa: SIM105
-                time.sleep(600)
-            except BaseException:  # as `except:`
-                pass
-
-    _, error = call_here(retries, 0.05, never)
-    assert isinstance(error, calls.TimeLimit) and place_of(error)
+    register(Long)
+    monkeypatch.setattr(calls, "LONG", 0.02)
+    monkeypatch.setattr(pool, "LONG", 0.02)
+    lines, said = [], []
+    collector = RolloutCollector(policy, 1, env_timeout=0.01, say=said.append)
+    rollouts = collector.collect(tasks(1), Scripted(policy), PARAMS)
+    start = Long.step.__code__.co_firstlineno
+    assert all(start < line < start + 5 for line in lines) and len(lines) == 1
+    assert [r.error for r in rollouts] == [""]  # --env-timeout is for those that wait
+    [line] = said
+    assert line.startswith("slow: step() took more than") and "waits = True" in line
 
 
 def test_the_calls_of_one_environment_are_made_in_turn(policy, register):
@@ -210,84 +179,6 @@ def test_what_ends_the_run_in_the_last_episode_closes_its_environment(policy, re
     with pytest.raises(EndRun):
         RolloutCollector(policy, 1).collect(tasks(1), Scripted(policy), PARAMS)
     assert closed.wait(60)
-
-
-def test_others_do_not_wait_for_ever_for_the_first_environment(policy, register, monkeypatch):
-    class Slow(OneTurn):
-        waits, built, met = True, [], []
-
-        def __init__(self):
-            Slow.built.append(1)
-            if len(Slow.built) == 1:
-                Slow.met.append(all_others.wait(60))
-            elif len(Slow.built) == 4:
-                all_others.set()
-
-    register(Slow)
-    all_others = threading.Event()
-    monkeypatch.setattr(pool, "LONG", 0.1)
-    monkeypatch.setattr(pool, "FIRST", threading.Lock())
-    monkeypatch.setattr(pool, "BUILT", set())
-    rollouts = RolloutCollector(policy, 1).collect(tasks(4), Scripted(policy), PARAMS)
-    assert Slow.met == [True] and not any(r.error for r in rollouts)
-
-
-@HAS_ALARM
-def test_who_looks_at_a_call_may_end_it(monkeypatch):
-    """As the first Ctrl-C does."""
-    monkeypatch.setattr(calls, "LOOK", 0.01)
-    looks = []
-
-    def look(seconds, frame):
-        looks.append(seconds)
-        if len(looks) == 3:
-            raise RuntimeError("the run ends")
-
-    with pytest.raises(RuntimeError, match="the run ends"):
-        call_here(lambda: time.sleep(600), 1e9, look)
-    assert len(looks) == 3 and looks == sorted(looks)
-
-
-def test_what_takes_long_is_named_once_and_told_what_to_declare(policy, register, way, monkeypatch):
-    class Long(OneTurn):
-        def step(self, response):
-            time.sleep(0.02)
-            return super().step(response)
-
-    register(Long)
-    monkeypatch.setattr(pool, "LONG", 0.05)
-    said = []
-    collector = RolloutCollector(policy, 1, say=said.append)
-    for _ in range(2):
-        collector.collect(tasks(8), Scripted(policy), PARAMS)
-    if way == "side by side":
-        assert not said
-    else:
-        assert [line.partition(" takes long: ")[0] for line in said] == ["slow: step()"]
-        assert "set waits = True in its class" in said[0]
-
-
-def test_the_working_directory_is_put_back(policy, register, way, tmp_path):
-    class Leaves(OneTurn):
-        def reset(self, seed):
-            self.seed = seed
-            return super().reset(seed)
-
-        def step(self, response):
-            if self.seed == 1:
-                os.chdir(tmp_path)
-            return super().step(response)
-
-    register(Leaves)
-    folder = os.getcwd()
-    assert folder != str(tmp_path)
-    for number in (2, 2):
-        collector = RolloutCollector(policy, 1, env_workers=1)
-        rollouts = collector.collect(tasks(number), Scripted(policy), PARAMS)
-        assert [r.error.partition(" (")[0] for r in rollouts] == [
-            "", "RuntimeError: the environment changed the working directory"
-        ]  # fmt: skip
-        assert os.getcwd() == folder
 
 
 class Uneven(Env):
@@ -359,7 +250,7 @@ def test_a_failure_costs_its_own_episode(policy, register, way):
 
         def step(self, response):
             if self.seed == 2:
-                time.sleep(5)
+                go.wait(60 if waits else 0)
             if self.seed == 3 and self.left == 2:
                 raise EnvFailure("gone")
             return super().step(response)
@@ -373,17 +264,37 @@ def test_a_failure_costs_its_own_episode(policy, register, way):
             found = super().complete(request)
             return replace(found, finish_reason="error", text="no server") if failed else found
 
-    closed = []
+    closed, go, waits = [], threading.Event(), way == "side by side"
     register(Faulty)
     collector = RolloutCollector(policy, 9, env_timeout=1.0)
     rollouts = collector.collect(tasks(8), Partial(policy), PARAMS)
     assert [r.error.partition(" (test_calls.py")[0] for r in rollouts] == [
-        "", "OSError: no disk", "TimeLimit: no answer in 1 seconds (--env-timeout)",
+        "", "OSError: no disk",
+        "TimeLimit: no answer in 1 seconds (--env-timeout)" if waits else "",
         "EnvFailure: gone", "", "", "EnvFailure: no server", "",
     ]  # fmt: skip
-    assert [len(r.turns) for r in rollouts] == [1, 0, 1, 3, 1, 2, 0, 4]
+    assert [len(r.turns) for r in rollouts] == [1, 0, 1 if waits else 3, 3, 1, 2, 0, 4]
     collector.close()
-    assert closed and 2 not in closed  # it is still at work
+    assert closed and (2 in closed) != waits  # it is still at work
+    go.set()
+
+
+def test_what_a_call_still_returns_after_its_limit_is_dropped():
+    made, go = Calls(1, 0.05), threading.Event()
+
+    def ended():
+        while not (found := made.ended(0.01)):
+            pass
+        [(key, (value, error))] = found
+        return key, value, type(error)
+
+    made.start("hangs", lambda: go.wait(60))
+    assert ended() == ("hangs", None, calls.TimeLimit)
+    made.start("unlimited", lambda: time.sleep(0.1) or 3, limited=False)
+    go.set()
+    assert ended() == ("unlimited", 3, type(None))
+    made.start("forgotten", time.monotonic)
+    assert made.clear() == ["forgotten"] and not made.ended(0.1) and not made.num_open
 
 
 def test_heavy_environments_are_capped_reused_and_closed(policy, register, way):
@@ -472,99 +383,3 @@ def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_a
     assert all(closed.acquire(timeout=60) for _ in range(4)) and not stops.waiting
     again = collector.collect(tasks(4), Scripted(policy), PARAMS)
     assert [len(r.turns) for r in again] == [1, 2, 3, 4] and not any(r.error for r in again)
-
-
-def test_a_call_cannot_change_the_settings_of_pytorch(policy, register, way):
-    """Nor can a call that is given up, which ends later."""
-
-    class Rude(OneTurn):
-        def reset(self, seed):
-            self.seed = seed
-            return super().reset(seed)
-
-        def step(self, response):
-            assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
-            torch.set_default_dtype(torch.float64)
-            torch.set_grad_enabled(False)
-            if self.seed == 1:
-                time.sleep(2)
-            return super().step(response)
-
-    register(Rude)
-    collector = RolloutCollector(policy, 1, env_timeout=0.2, env_workers=1)
-    with torch.no_grad():
-        rollouts = collector.collect(tasks(3), Scripted(policy), PARAMS)
-        assert not torch.is_grad_enabled()
-    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
-    assert [r.error.partition(":")[0] for r in rollouts] == ["", "TimeLimit", ""]
-
-
-def test_a_thread_whose_call_was_given_up_makes_no_other_one():
-    made, go, late = Calls(1, 0.05, interrupts=True), threading.Event(), []
-
-    def ended():
-        while not (found := made.ended(0.01)):
-            pass
-        [(key, (value, error))] = found
-        return key, value, type(error)
-
-    made.start("hangs", lambda: go.wait(60), lambda outcome: late.append(outcome))
-    assert ended() == ("hangs", None, calls.TimeLimit)
-    made.start("next", threading.get_ident)
-    _, first, _ = ended()
-    made.start("unlimited", lambda: time.sleep(0.2) or threading.get_ident(), limited=False)
-    assert ended() == ("unlimited", first, type(None))  # in the same thread, beyond the limit
-    made.start("finished", lambda: 3, lambda outcome: (outcome[0] + 1, OSError()))
-    assert ended() == ("finished", 4, OSError)
-
-    def fails(outcome):
-        raise OSError("the folder is gone")
-
-    made.start("unfinished", lambda: 3, fails)
-    assert ended() == ("unfinished", None, OSError)
-    go.set()
-    assert made.num_open == 0 and not made.ended(
-        0.1
-    )  # the outcome of the call that was given up is dropped
-    assert not late
-    made.start("forgotten", time.monotonic)
-    made.clear()
-    assert not made.ended(0.1)
-    made.close()
-
-
-@pytest.mark.parametrize("interrupts", [True, False])
-def test_python_code_that_was_given_up_is_interrupted(interrupts):
-    made, threads, go = Calls(1, 0.05, interrupts), [], threading.Event()
-
-    def loops():
-        threads.append(threading.current_thread())
-        while not go.is_set():
-            time.sleep(0.001)
-
-    made.start("loops", loops)
-    while not (found := made.ended(0.01)):
-        pass
-    assert isinstance(found[0][1][1], calls.TimeLimit)
-    threads[0].join(60 if interrupts else 0.2)
-    assert threads[0].is_alive() != interrupts
-    go.set()
-
-
-@pytest.mark.skipif(not calls.can_call_here(), reason="Windows has no alarm")
-def test_the_other_timer_may_ring_in_a_look_and_while_the_first_is_caught(monkeypatch):
-    outcome = calls._outcome
-
-    def interrupted_again(function):
-        outcome(function)
-        raise calls.Overdue
-
-    def turns():
-        while True:
-            pass
-
-    monkeypatch.setattr(calls, "_outcome", interrupted_again)
-    ring = signal.SIGVTALRM  # and in the middle of a look
-    value, error = calls.call_here(turns, 0.05, lambda seconds, frame: signal.raise_signal(ring))
-    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    assert value is None and isinstance(error, calls.TimeLimit) and frames[-1] == "turns"

@@ -1,7 +1,6 @@
 """Environments that fail: each failure is an error of its episode, and none is a reward of 0."""
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -190,19 +189,6 @@ def test_numbers_of_numpy_are_those_of_python():
     plain = {"correct": True, "score": 0.5, "grid": [[1.0, 0.0], [0.0, 1.0]], "left": 3}
     step = checked_step(Step(None, np.float32(1), yes, info, no, yes), "player", is_single=True)
     assert repr(step) == repr(Step(None, 1.0, True, plain, False, True))
-
-
-def test_a_changed_working_directory_is_restored_and_an_error(policy, one_turn, tmp_path):
-    before = os.getcwd()
-
-    def move(self, response):
-        os.chdir(tmp_path)
-        return Step(None, 1.0, True)
-
-    one_turn(step=move)
-    (rollout,) = play(policy, Task("one", 0, 0))
-    assert os.getcwd() == before
-    assert rollout.error == "RuntimeError: the environment changed the working directory"
 
 
 def test_a_seat_that_never_gets_a_step_is_an_error_unless_the_episode_is_cut(policy, monkeypatch):

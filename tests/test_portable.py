@@ -92,9 +92,10 @@ LACKING = set(
     os.O_DIRECTORY os.O_CLOEXEC os.O_NONBLOCK os.sched_getaffinity os.pread os.pwrite os.sysconf
     os.statvfs os.uname os.getloadavg os.set_blocking os.openpty os.sendfile os.fdatasync os.EX_OK
     os.register_at_fork signal.SIGHUP signal.SIGKILL signal.SIGUSR1 signal.SIGUSR2 signal.SIGQUIT
+    signal.SIGALRM signal.SIGVTALRM signal.setitimer
     signal.SIGCHLD signal.SIGPIPE signal.pause signal.pthread_kill signal.pthread_sigmask
 """.split()
-)  # and signal.SIGALRM with its timer: core/calls.py asks for it in another function
+)
 ASKS = re.compile(r"hasattr\((os|signal), |os\.name|sys\.platform|suppress\(.*ImportError")
 
 

@@ -59,7 +59,7 @@ class OpenAISampler(Sampler):
         self.calls.clear()
 
     def close(self) -> None:
-        self.calls.close()
+        self.calls.clear()
         self.client.close()
 
     def _answer(self, request: Request) -> Any:

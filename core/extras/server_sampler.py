@@ -171,7 +171,7 @@ class ServerSampler(Sampler):
 
     def close(self) -> None:
         """Ends all calls, and removes the adapters."""
-        self.calls.close()
+        self.calls.clear()
         self.client.close()
         if distributed.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from core.calls import LOOKS
 from core.faults import Stopped
 from environments.plumbing.text import printable
 
@@ -55,7 +56,7 @@ class Interrupt:
     These are Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns before a job's time ends.
     SIGHUP says that the terminal is gone; what is printed from then on is lost. A signal that is
     ignored, as SIGHUP under nohup, stays ignored. In a thread other than the main one, where
-    Python has no signals, nothing is delayed.
+    Python has no signals, nothing is delayed. Quick calls (core/calls.py) end at once.
     """
 
     def __init__(self) -> None:
@@ -98,3 +99,6 @@ class Interrupt:
         if number == signal.SIGINT:
             with suppress(RuntimeError):  # the signal came inside a write
                 self.say("stopping after this step; press Ctrl-C again to quit")
+        for look in LOOKS:  # in the midst of a call that may never return
+            with suppress(RuntimeError):
+                look()

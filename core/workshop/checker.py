@@ -13,7 +13,6 @@ import copy
 import importlib.util
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent import futures
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from core.calls import in_thread, interrupt
+from core.calls import in_thread
 from core.faults import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
@@ -163,16 +162,9 @@ def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answe
         answer.was_called = True
         return answer.returned
 
-    def ask_it() -> Any:
-        idents.append(threading.get_ident())
-        return fact.ask(SimpleNamespace(**{**vars(functions), name: record}))
-
-    idents: list[int] = []
-    asked = in_thread(ask_it)
+    asked = in_thread(lambda: fact.ask(SimpleNamespace(**{**vars(functions), name: record})))
     futures.wait([asked], TIME_LIMIT)
     if not asked.done():
-        for ident in idents:  # an endless loop would slow down what follows
-            interrupt(ident)
         return Answer(error=TimeoutError(f"still running after {TIME_LIMIT:g} s"))
     answer.error = asked.exception()  # also SystemExit
     answer.value = None if answer.error else asked.result()
