@@ -1,24 +1,23 @@
-"""Tokens per second of NanoLLM, plain vLLM and `generate`; the cost of a sync; the log-prob gap.
+"""Tokens per second of NanoLLM and of plain vLLM; the cost of a sync; the log-prob gap.
 
     python runs/benchmarks/nanollm.py                   # on a GPU: 0.6B
     python runs/benchmarks/nanollm.py --sizes 0.6B 1.7B 4B --rounds 3
     python runs/benchmarks/nanollm.py --sizes tiny      # the default on a CPU
 
-Each sampler is a process of its own with a warm engine, and the samplers take turns, so that other
-load on the machine falls on all of them. The models have random weights in the shapes of vs_trl.py;
-nothing is downloaded. All engines run in the process that calls them. The last line is JSON.
+Each turn of a sampler is a process of its own with a warm engine, and the samplers take turns, so
+that other load on the machine falls on all of them. The models have random weights in the shapes of
+vs_trl.py; nothing is downloaded. All engines run in the process that calls them. The last line is
+JSON.
 """
 
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from core.sampler import SamplingParams  # noqa: E402
 
 Sample = Callable[[], int]  # samples all completions, returns the number of tokens
 ON_GPU = torch.cuda.is_available()
-MEMORY_SHARE = 0.22  # of the GPU, for each engine: all of them are warm at the same time
+MEMORY_SHARE = 0.5  # of the GPU, for an engine
 
 
 @dataclass
@@ -58,7 +57,10 @@ def main(args: Args) -> None:
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
             alone(save_model, folder, SHAPES[size], "bfloat16" if ON_GPU else "float32")
-            rates = speed(args, folder)
+            rates: dict[str, list[float]] = {name: [] for name in SAMPLERS}
+            for turn, name in itertools.product(range(args.rounds), SAMPLERS):
+                rates[name].append(alone(rate, name, args, folder))
+                print(f"round {turn + 1}: {name:34} {rates[name][-1]:9.0f} tokens/s", flush=True)
             rest = {part.__name__: alone(part, args, folder) for part in (full, lora, gap)}
         ours = statistics.median(rates["NanoLLM"])
         rows = [[name, spread(of, ",.0f"), f"{ours / statistics.median(of):.2f}"]
@@ -69,35 +71,11 @@ def main(args: Args) -> None:
     print(json.dumps(found))
 
 
-def speed(args: Args, folder: str) -> dict[str, list[float]]:
-    """The tokens per second of every sampler in each of its turns."""
-    context, pipes = get_context("spawn"), dict[str, Connection]()
-    for name in SAMPLERS:
-        pipes[name], other = context.Pipe()
-        context.Process(target=take_turns, args=(name, args, folder, other), daemon=True).start()
-        other.close()
-        pipes[name].recv()  # it is warm; EOFError if it has failed
-    rates: dict[str, list[float]] = {name: [] for name in SAMPLERS}
-    for turn in range(args.rounds):
-        for name, pipe in pipes.items():
-            pipe.send("sample")
-            rates[name].append(pipe.recv())
-            print(f"round {turn + 1}: {name:34} {rates[name][-1]:9.0f} tokens/s", flush=True)
-    for pipe in pipes.values():
-        pipe.close()
-    return rates
-
-
-def take_turns(name: str, args: Args, folder: str, pipe: Connection) -> None:
-    """Starts a sampler; for each message it samples once, and sends the tokens per second."""
+def rate(name: str, args: Args, folder: str) -> float:
+    """The tokens per second of a sampler whose engine is warm."""
     sample = SAMPLERS[name](args, folder)
-    sample()  # compiles and captures graphs
-    pipe.send("warm")
-    with suppress(EOFError):
-        while pipe.recv():
-            started = time.perf_counter()
-            num_tokens = sample()
-            pipe.send(num_tokens / (time.perf_counter() - started))
+    num_tokens = sample()  # compiles and captures graphs
+    return num_tokens / timed(sample)
 
 
 def prompts(args: Args) -> list[list[int]]:
@@ -114,12 +92,7 @@ def make_nanollm(args: Args, folder: str, **options: Any) -> tuple[Any, Any]:
 
     length = args.prompt_tokens + args.max_tokens
     policy = load_policy(Config(max_model_len=length, **options), folder)
-    used = 0.0
-    if ON_GPU:
-        free, total = torch.cuda.mem_get_info()
-        used = 1 - free / total
-    share, num_rollouts = min(0.9, used + MEMORY_SHARE), args.num_prompts * args.group_size
-    return policy, NanoLLM(policy, share, num_rollouts=num_rollouts)
+    return policy, NanoLLM(policy, MEMORY_SHARE, num_rollouts=args.num_prompts * args.group_size)
 
 
 def with_nanollm(args: Args, folder: str) -> Sample:
@@ -163,27 +136,10 @@ def with_backend(args: Args, folder: str) -> Sample:
     return with_vllm(args, folder, model_impl="transformers", enforce_eager=True)
 
 
-def with_generate(args: Args, folder: str) -> Sample:
-    policy = load_policy(Config(), folder)
-    policy.model.generation_config.eos_token_id = None  # every completion has its full length
-    batch = torch.tensor(prompts(args), device=policy.device)
-
-    @torch.no_grad()
-    def sample() -> int:
-        completions = policy.model.generate(
-            batch, attention_mask=torch.ones_like(batch), do_sample=True, temperature=1.0, top_k=0,
-            max_new_tokens=args.max_tokens, use_cache=True,
-        )  # fmt: skip
-        return completions[:, batch.shape[1] :].numel()
-
-    return sample
-
-
 SAMPLERS = {
     "NanoLLM": with_nanollm,
     "plain vLLM": with_vllm,
     "vLLM's transformers backend, eager": with_backend,
-    "transformers generate": with_generate,
 }
 
 
