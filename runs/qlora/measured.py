@@ -22,8 +22,8 @@ from core.quantize import num_bytes  # noqa: E402
 def execute(args: list[str]) -> int:
     load, measured = opening._load_policy, dict[str, Any]()
 
-    def load_and_measure(cfg: Config, folder: Path) -> Policy:
-        policy = load(cfg, folder)
+    def load_and_measure(cfg: Config, folder: Path, *rest: Any) -> Policy:
+        policy = load(cfg, folder, *rest)
         named = policy.model.named_parameters()
         base = [p for name, p in named if "lora_" not in name]
         measured["base_weights"] = sum(map(num_weights, base))
