@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [
     "README.md", "CONTRIBUTING.md", "algorithms/README.md", "core/README.md", "core/promises.md",
     "core/workshop/README.md", "environments/README.md", "runs/README.md",
-    "runs/benchmarks/README.md", "runs/published/README.md", "runs/which_model/README.md",
+    "runs/benchmarks/README.md", "runs/which_model/README.md",
 ]  # fmt: skip
 OTHER_PAGES = [
     page.relative_to(ROOT).as_posix() for pattern in ("*.md", "[!.]*/*.md", "[!.]*/*/*.md")
