@@ -61,7 +61,8 @@ def main(args: Args) -> None:
             for turn, name in itertools.product(range(args.rounds), SAMPLERS):
                 rates[name].append(alone(rate, name, args, folder))
                 print(f"round {turn + 1}: {name:34} {rates[name][-1]:9.0f} tokens/s", flush=True)
-            rest = {part.__name__: alone(part, args, folder) for part in (full, lora, gap)}
+            rest = {f"sync, LoRA of rank {r}": alone(sync, args, folder, r) for r in (0, 32)}
+            rest["gap"] = alone(gap, args, folder)
         ours = statistics.median(rates["NanoLLM"])
         rows = [[name, spread(of, ",.0f"), f"{ours / statistics.median(of):.2f}"]
                 for name, of in rates.items()]  # fmt: skip
@@ -143,20 +144,13 @@ SAMPLERS = {
 }
 
 
-def full(args: Args, folder: str) -> dict[str, Any]:
-    """All weights: the seconds of a sync, which moves no data."""
-    _, sampler = make_nanollm(args, folder)
-    with sampler:
-        return {"sync_s": statistics.median(timed(sampler.sync) for _ in range(20))}
-
-
-def lora(args: Args, folder: str) -> dict[str, Any]:
-    """LoRA of rank 32: the seconds and bytes of a sync."""
-    _, sampler = make_nanollm(args, folder, lora_rank=32)
+def sync(args: Args, folder: str, lora_rank: int) -> dict[str, Any]:
+    """The seconds and bytes of a sync; that of all weights moves no data."""
+    _, sampler = make_nanollm(args, folder, lora_rank=lora_rank)
     with sampler:
         seconds = statistics.median(timed(sampler.sync) for _ in range(20))
     num_bytes = sum(s.engine_A.nbytes + s.engine_B.nbytes for s in sampler.slots)
-    return {"sync_s": seconds, "sync_bytes": num_bytes}
+    return {"seconds": seconds, "bytes": num_bytes}
 
 
 def gap(args: Args, folder: str) -> dict[str, Any]:
