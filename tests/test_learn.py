@@ -180,7 +180,7 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept, mo
     run = SimpleNamespace(
         progress={"level": 1}, collector=SimpleNamespace(collect=collect), sampler=nullcontext(),
         say=said.append, display=SimpleNamespace(phase=lambda *_, **options: nullcontext(phase)),
-        canary=({}, {"drawn": [7]}), ahead=SimpleNamespace(take=lambda: None, started=False),
+        canary=({}, {"drawn": [7]}), ahead=SimpleNamespace(take=lambda: None, playing=None),
         policy=SimpleNamespace(tokenizer=None), first_update=1, older=deque(maxlen=0),
         interrupt=SimpleNamespace(check_alone=None),
     )  # fmt: skip

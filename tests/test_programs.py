@@ -366,21 +366,6 @@ def run(task, client):
     assert rollout.error.startswith(CAUSES[statement])
 
 
-def test_the_chdir_of_an_agent_fails_nobody(policy, write, tmp_path):
-    spec = write(f"""
-import os
-def run(task, client):
-    for _ in range(3):
-        os.chdir("{tmp_path}" if task["n"] % 2 else "/")
-        client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
-    return 1.0
-""")
-    said, folder = [], os.getcwd()
-    rollouts = collect(policy, spec, 8, say=said.append)
-    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 8
-    assert os.getcwd() == folder and len(said) == 1
-
-
 def test_the_check_names_the_error_with_which_an_agent_ends(write):
     spec = write("""
 def run(task, client):

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,18 +121,6 @@ def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):
     slow = "def gae(rewards, values, gamma=1.0, lam=0.95):\n    import time\n    time.sleep(1)\n"
     verdict = check(EXERCISES[6], load(write(gae=slow)))
     assert verdict.state == "wrong" and "still running after 0.2 s" in verdict.actual
-
-
-def test_endless_loop_does_not_go_on_after_the_time_limit(write, monkeypatch):
-    monkeypatch.setattr(checker, "TIME_LIMIT", 0.2)
-    counts = "rounds = [0]\n\ndef gae(rewards, values, gamma=1.0, lam=0.95):\n"
-    module = load(write(gae=f"{counts}    while True:\n        rounds[0] += 1\n"))
-    assert check(EXERCISES[6], module).state == "wrong"
-    deadline, before = time.monotonic() + 10, -1
-    while module.rounds[0] != before:
-        assert time.monotonic() < deadline
-        before = module.rounds[0]
-        time.sleep(0.1)
 
 
 def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):

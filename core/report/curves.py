@@ -1,6 +1,5 @@
 """Draws the training curves of a run, `curves.png`, and of several, `compare.png`."""
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
     "text.parse_math": False,
 }  # fmt: skip
-COLUMN = 11  # points that a name beside a line takes
 SMOOTHING = 2  # neighbours on each side that the thick line averages
 
 
@@ -33,8 +31,9 @@ def draw_curves(
     path: Path, records: list[Record], title: str, meanings: Mapping[str, str] | None = None
 ) -> None:
     """Draws accuracy, reward, completion length and a fourth panel: the metrics of the environment
-    (info/*), or else the loss of the warm start, or the entropy. Thin vertical lines mark warnings.
-    The file is replaced as a whole. `meanings`: what info/* are, by their key."""
+    (info/*), or else the loss of the warm start, or the entropy. Dotted lines mark warnings, which
+    report.html names. The file is replaced as a whole.
+    `meanings`: what info/* are, by their key."""
     updates = [r for r in records if "update" in r and "reward/mean" in r]
     warm_start = [r for r in records if "sft_step" in r and "sft/loss" in r]
     info = reported(updates)
@@ -79,23 +78,21 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
             _label(axis, f"{env}: held-out accuracy", "tokens sampled for training")
             axis.axhline(TARGET_ACCURACY, color=INK, linewidth=1, linestyle="--",
                          label=f"accuracy {TARGET_ACCURACY:g}; ★: reached")  # fmt: skip
-            curves = [accuracy_by_tokens(env, records) for _, records in runs]
-            for i, ((name, records), points) in enumerate(zip(runs, curves, strict=True)):
-                if not points:
+            for i, (name, records) in enumerate(runs):
+                if not (points := accuracy_by_tokens(env, records)):
                     continue
                 tokens, accuracy = zip(*points, strict=True)
-                wider = 2.5 * curves[i + 1 :].count(points)  # than equal runs that lie on it
-                look: Any = {"color": f"C{i % 10}", "marker": "o", "markersize": 4 + wider}
-                axis.plot(tokens, accuracy, label=name, linewidth=1.5 + wider, **look)
+                look: Any = {"color": f"C{i % 10}", "marker": "o"}
+                axis.plot(tokens, accuracy, label=name, markersize=4, **look)
                 evaluated = [r for r in records if f"eval/{env}/accuracy" in r]
                 low, high = ([r[f"eval/{env}/ci_{end}"] for r in evaluated]
                              for end in ("low", "high"))  # fmt: skip
                 axis.fill_between(tokens, low, high, color=look["color"], alpha=0.15, linewidth=0)
                 if reached := [point for point in points if point[1] >= TARGET_ACCURACY]:
-                    axis.plot(*reached[0], **(look | {"marker": "*", "markersize": 16 + 2 * wider}))
+                    axis.plot(*reached[0], **(look | {"marker": "*", "markersize": 16}))
             axis.set_ylim(-0.03, 1.05)
             axis.xaxis.set_major_formatter("{x:,.0f}")
-            _legend(axis, loc="lower right")
+            axis.legend(loc="lower right", frameon=False)
         with published(path) as part:
             figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
         plt.close(figure)
@@ -105,13 +102,6 @@ def _label(axis: Axes, title: str, x: str = "update") -> None:
     axis.set_title(title, loc="left", fontweight="bold")
     axis.set_xlabel(x)
     axis.locator_params(axis="x", integer=True)
-
-
-def _legend(axis: Axes, **options: Any) -> None:
-    """Names the lines that have a label; matplotlib leaves out those that begin with _ by itself,
-    as its own names of the others do."""
-    own = [line for line in axis.lines if not re.fullmatch(r"_child\d+", str(line.get_label()))]
-    axis.legend(handles=own, frameon=False, **options)
 
 
 def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
@@ -141,7 +131,7 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
             )  # fmt: skip
     axis.set_ylim(-0.03, 1.05)
     if len(names) > 1:
-        _legend(axis)
+        axis.legend(frameon=False)
 
 
 def _draw_metric(
@@ -164,32 +154,16 @@ def _draw_info(
     for name, text, color in zip(names, texts, (GREEN, PURPLE, ORANGE), strict=False):
         _draw_metric(axis, records, name, color, text)
     if len(names) > 1:
-        _legend(axis)
+        axis.legend(frameon=False)
     values = [r[name] for r in records for name in names if r.get(name) is not None]
     if values and min(values) >= 0 and max(values) <= 1:
         axis.set_ylim(-0.03, 1.05)
 
 
 def _mark_warnings(panels: list[Axes], records: list[Record]) -> None:
-    """A thin line for each warning, and its name beside it, or where there is room to the right."""
-    marks = sorted((u, name) for name, updates, _ in logged_warnings(records) for u in updates)
-    for update in dict.fromkeys(update for update, _ in marks):
+    for update in {update for _, updates, _ in logged_warnings(records) for update in updates}:
         for axis in panels:
             axis.axvline(update, color=RED, linewidth=0.9, linestyle=":")
-    panel, free = panels[0], 0.0
-    points = 72 / panel.figure.dpi  # of a pixel
-    width = panel.get_window_extent().width * points
-    left, right = panel.get_xlim()
-    for update, name in marks:
-        line = (update - left) / (right - left) * width
-        place = max(line + 2, free)
-        free = place + COLUMN
-        if free > width:
-            break  # report.html names them all
-        panel.annotate(
-            name, (update, 0.02), (place - line, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", rotation=90, fontsize=8, color=RED, va="bottom",
-        )  # fmt: skip
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
