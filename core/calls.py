@@ -21,7 +21,7 @@ LONG = 60.0  # seconds after which a quick call shows where it is
 
 Outcome = tuple[Any, BaseException | None]  # what a call returned or raised
 T = TypeVar("T")
-LOOKS = list[Callable[[], None]]()  # of the quick calls under way
+LOOKS = list[Callable[[], None]]()  # of the quick calls that the main thread makes
 
 
 class TimeLimit(TimeoutError):
@@ -32,16 +32,20 @@ class TimeLimit(TimeoutError):
 def quick_calls(look: Callable[[], None]) -> Iterator[None]:
     """What is called in this block shows its line on stderr after a minute.
 
-    A signal that ends the run calls `look` at that line; an exception of `look` ends the call.
+    A signal that ends the run calls `look` at that line, in the main thread, where signals arrive;
+    an exception of `look` ends the call.
     """
-    LOOKS.append(look)
+    takes_signals = threading.current_thread() is threading.main_thread()
+    if takes_signals:
+        LOOKS.append(look)
     if sys.__stderr__ is not None:  # a program without a console has none
         faulthandler.dump_traceback_later(LONG, file=sys.__stderr__)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        LOOKS.pop()
+        if takes_signals:
+            LOOKS.pop()
 
 
 class Calls:

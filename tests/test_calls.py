@@ -1,8 +1,9 @@
 """Quick environments are called in order, those that wait side by side and within a limit."""
 
+import faulthandler
 import random
-import re
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,7 +14,7 @@ from test_env_failures import OneTurn
 from test_episodes import PARAMS, Scripted, message
 
 from core import calls, pool
-from core.calls import Calls
+from core.calls import Calls, in_thread
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras.tools import ToolRenderer
@@ -126,24 +127,45 @@ def test_a_signal_ends_a_quick_call_where_it_is(policy, register):
     assert closed.wait(60) and not calls.LOOKS
 
 
-def test_a_quick_call_that_lasts_long_shows_its_line(policy, register, monkeypatch, capfd):
+def test_a_signal_ends_no_other_thread_than_that_of_the_call(policy, register):
+    """With --overlap the main thread trains meanwhile: it ends at a safe point."""
+
+    class Asks(OneTurn):
+        def step(self, response):
+            begun.set()
+            assert go.wait(60)
+            return super().step(response)
+
+    register(Asks)
+    begun, go = threading.Event(), threading.Event()
+    with Interrupt() as interrupt:
+        collect = RolloutCollector(policy, 4).collect
+        played = in_thread(
+            lambda: collect(tasks(1), Scripted(policy), PARAMS, interrupt.check_alone)
+        )
+        assert begun.wait(60)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        go.set()
+        assert isinstance(played.exception(60), Stopped)  # after the call
+
+
+def test_a_quick_call_that_lasts_long_shows_its_line(policy, register, monkeypatch):
     class Long(OneTurn):
         def step(self, response):
-            shown = ""
-            while not (found := re.search(r'test_calls.py", line (\d+) in step', shown)):
-                shown += capfd.readouterr().err
-            lines.append(int(found[1]))
+            time.sleep(0.05)
+            seen.append([*armed])
             return super().step(response)
 
     register(Long)
-    monkeypatch.setattr(calls, "LONG", 0.02)
+    seen, armed, said = [], [], []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *a, **b: armed.append((a, b)))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", armed.clear)
     monkeypatch.setattr(pool, "LONG", 0.02)
-    lines, said = [], []
     collector = RolloutCollector(policy, 1, env_timeout=0.01, say=said.append)
-    rollouts = collector.collect(tasks(1), Scripted(policy), PARAMS)
-    start = Long.step.__code__.co_firstlineno
-    assert all(start < line < start + 5 for line in lines) and len(lines) == 1
-    assert [r.error for r in rollouts] == [""]  # --env-timeout is for those that wait
+    rollouts = collector.collect(tasks(2), Scripted(policy), PARAMS)
+    assert seen == [[((60.0,), {"file": sys.__stderr__})]] * 2 and not armed
+    assert [r.error for r in rollouts] == ["", ""]  # --env-timeout is for those that wait
     [line] = said
     assert line.startswith("slow: step() took more than") and "waits = True" in line
 
