@@ -11,7 +11,7 @@ The module does not import torch, so that --help and errors are answered within 
 import difflib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
@@ -32,13 +32,12 @@ from core.algorithm import (
     NEEDS,
     absolute_algorithm,
     describe_options,
-    is_file,
     name_of,
     options_of,
 )
 from core.faults import UsageError
 from environments.plumbing.options import key_value_pairs, read_literal
-from environments.plumbing.registry import absolute, executes_code
+from environments.plumbing.registry import absolute
 
 T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
@@ -247,9 +246,8 @@ class LoggingOptions:
 
     run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
     config: str = ""  # Read settings from this config.yaml or run; flags override them.
-    # Take the folder, and the model that it or --model-id names, as it is: run their Python code,
-    # send OPENAI_API_KEY to its server, go on after damage of its log.
-    trust: bool = False
+    # Run the Python code that comes with the model of --model-id or --teacher.
+    trust_remote_code: bool = False
     # Resume with other settings than those of the checkpoint, and record which.
     allow_changes: Annotated[bool, Needs("resume")] = False
     save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
@@ -291,7 +289,7 @@ KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blac
 SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes", "has_file")
+COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code", "allow_changes", "has_file")
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
@@ -372,29 +370,6 @@ def defaults_for(cfg: Config) -> dict[str, Any]:
 def needs(cfg: Config) -> set[str]:
     """What the algorithm needs, in the words of core/algorithm.py."""
     return {*(cfg.options or options_of(cfg.algo)()).needs}
-
-
-def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
-    """What the settings of `file` would do that a file may ask for only with --trust; "": nothing.
-
-    A run in ./runs may do everything.
-
-    >>> needs_trust({"env": ["snake", "my.py:Maze"]}, Path("their/config.yaml"))
-    'run my.py:Maze'
-    """
-    if RUNS.resolve() in file.resolve().parents:
-        return ""
-    specs = (*settings.get("env", ()), *settings.get("eval_env", ()))
-    url = settings.get("base_url") if settings.get("sampler") in ("openai", "server") else ""
-    found = [f"run {spec}" for spec in specs if executes_code(spec)]
-    found += [f"run {algo}" for algo in [settings.get("algo", "")] if is_file(algo)]
-    found += [f"send requests and any OPENAI_API_KEY to {url}"] if url else []
-    return " and ".join(dict.fromkeys(found))
-
-
-def trust_flags(settings: Mapping[str, Any], file: Path) -> list[str]:
-    """The flags that a command needs that reads these settings from `file`."""
-    return ["--trust"] if needs_trust(settings, file) else []
 
 
 def similar(name: str, names: Iterable[str]) -> str:

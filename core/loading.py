@@ -3,7 +3,7 @@
     policy = load_policy(Config(model_id="Qwen/Qwen3-0.6B", lora_rank=32))
 
 Only safetensors weights are read. Python code that comes with a model runs only with
---trust; otherwise transformers' own implementation of the model type is used, if it has
+--trust-remote-code; otherwise transformers' own implementation of the model type is used, if it has
 one. Weights have the given dtype; LoRA adapters and the value head are always float32.
 """
 
@@ -111,7 +111,7 @@ def load_policy(
         max_length=min(limit, asked),
         limited_by="--max-model-len" if asked <= limit else limited_by,
         value_head=_zero_head(config.hidden_size, device) if value_head else None,
-        trust_remote_code=cfg.trust,
+        trust_remote_code=cfg.trust_remote_code,
         fp32_head=cfg.fp32_head,
     )
     _check_logits(subject, policy)
@@ -186,7 +186,7 @@ def pick_device(name: str) -> torch.device:
 def _load_files(
     cfg: Config, model_id: str, device: torch.device, flag: str
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    dtype, trusted, from_cache = cfg.dtype, cfg.trust, reads_cache(model_id, flag)
+    dtype, trusted, from_cache = cfg.dtype, cfg.trust_remote_code, reads_cache(model_id, flag)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     source: dict[str, Any] = {"trust_remote_code": trusted, "local_files_only": from_cache}
@@ -347,7 +347,7 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
         name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         reason = f"{name}{' '.join(str(error).split())}"
         if not trusted and "trust_remote_code" in reason:
-            reason = "it needs its own Python code; add --trust if you trust its author"
+            reason = "it needs its own Python code; add --trust-remote-code if you trust its author"
         shown = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}.."
         raise UsageError(f"{subject}: {shown}") from error
     finally:

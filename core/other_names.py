@@ -7,7 +7,6 @@ has that meaning. environments/README.md has the rows as a table.
 MINIBATCHES = "gradient steps in a pass over the rollouts are counted: --num-minibatches"
 OTHER_NAMES = {
     "model model_name_or_path": "--model-id",
-    "trust_remote_code": "no code that comes with a model runs",
     "peft_config lora_r": "--lora-rank",
     "quantization_config load_in_4bit": "--quantize nf4",
     "bf16 fp16": "--dtype bfloat16 or float16",

@@ -54,7 +54,7 @@ def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
 
 @pytest.mark.parametrize(("text", "named"), [
     ("learning_rate: 1", "learning_rate is not a setting"),
-    ("trust: true", "trust"),
+    ("trust_remote_code: true", "trust_remote_code"),
     ("env:\n\t- snake", "line 2"),
     ("grpo:\n  clip: 1", "grpo.clip"),
     ("lr: fast", "lr"),
@@ -237,7 +237,7 @@ def test_a_config_file_and_a_command_line_give_all_settings_back(tmp_path):
         options = some(options_of("ppo"), turn)
         cfg = dataclasses.replace(some(Config, turn, own), algo="ppo", options=options)
         file = written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))
-        assert read_config(file, trust=True) == cfg
+        assert read_config(file) == cfg
         assert cli.complete(cfg) == dataclasses.replace(cfg, has_file=True)
 
 
@@ -332,7 +332,7 @@ def test_settings_that_are_read_before_torch_is_imported_may_be_trained_with(tmp
     """As a script does that imports core first."""
     file = written(tmp_path, "num_updates: 0\neval_num_tasks: 0\nsave_every: 0\nsft_steps: 0\n")
     code = f"""import sys; from pathlib import Path; from core.files.run_folder import read_config
-cfg = read_config(Path({str(file)!r}), trust=True)
+cfg = read_config(Path({str(file)!r}))
 import train; sys.exit(train.main(cfg))"""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True,
@@ -367,9 +367,7 @@ def test_settings_of_python_are_checked_and_read_as_flags_are(resume):
     assert cfg == cli.complete(Config(config="a", lr=0.1, options=grpo.Options("dr_grpo")))
     texts = {"env": ["snake", "reverse"], "lr": "1e-4", "overlap": "yes", "eval_env": "snake"}
     Path("theirs.yaml").write_text("env: my.py:Maze\n")
-    with pytest.raises(UsageError, match=r"theirs.yaml would run my.py:Maze: .* add --trust"):
-        cli.complete(Config(config="theirs.yaml"))
-    assert cli.complete(Config(config="theirs.yaml", trust=True)).env == ("my.py:Maze",)
+    assert cli.complete(Config(config="theirs.yaml")).env == ("my.py:Maze",)
     cfg = cli.complete(Config(**texts))
     assert (cfg.env, cfg.lr, cfg.overlap) == (("snake", "reverse"), 1e-4, True)
     assert cfg.eval_env == ("snake",)

@@ -126,7 +126,7 @@ def test_options_of_all_kinds_are_read_again(tmp_path):
     file.write_text(MINE.replace("class Options", "class Unused") + OPTIONS)
     options = options_of(str(file))()
     folder = create_run(tmp_path / "a", config_to_dict(Config(algo=str(file), options=options)))
-    assert read_config(folder / "config.yaml", trust=True).options == options
+    assert read_config(folder / "config.yaml").options == options
     file = tmp_path / "other.py"
     file.write_text("from typing import Any\n" + MINE.replace("clip_low: float", "clip_low: Any"))
     options = options_of(str(file))()

@@ -140,12 +140,6 @@ def test_the_home_folder_and_names_with_accents_are_paths_and_other_quotes_stay(
     )
 
 
-def test_the_meanings_of_own_code_are_read_with_trust_alone(place):
-    (place / "told.py").write_text(f"{GAMES}\nMaze.meanings = {{'steps': 'of the way'}}\n")
-    assert registry.meanings(["told.py:Maze"]) == {}
-    assert registry.meanings(["told.py:Maze"], trust=True) == {"steps": "of the way"}
-
-
 def test_settings_have_specs_as_values_and_their_file_as_texts(place):
     cfg = resolve(Config(env=("games.py:Maze:size=4",), eval_env=("snake",)))
     assert cfg.env == (EnvSpec(f"{place}/games.py:Maze", {"size": "4"}),)
@@ -262,11 +256,9 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     monkeypatch.chdir(other)
     again = ["--resume", run, "--num-updates", "2"]
     code, _, err = command(*again)
-    assert code == 2 and f"{spec}: if you trust it, add --trust" in err
-    code, _, err = command(*again, "--trust")
     assert code == 0, err
     place.rename(tmp_path / "moved")
-    again = ["--resume", tmp_path / "moved/runs/a", "--num-updates", "3", "--trust"]
+    again = ["--resume", tmp_path / "moved/runs/a", "--num-updates", "3"]
     code, _, err = command(*again)
     assert code == 2 and "no file" in err and "name it again" in err
     code, _, err = command(*again, "--env", f"{tmp_path}/moved/games.py:Maze:size=4")

@@ -82,13 +82,6 @@ def updates_of(data, kind="train"):
     return [batch["update"] for batch in data["batches"] if batch["kind"] == kind]
 
 
-def test_report_names_what_the_environment_reports_without_importing_a_file(tmp_path):
-    (tmp_path / "own.py").write_text("raise SystemExit('imported')")
-    envs = ["letter_counting:difficulty=2", f"{tmp_path}/own.py:Env", "adding"]
-    data = report_data(tmp_path / "run", trained(1), config=CONFIG | {"env": envs})
-    assert data["meanings"] == {"worked": "fraction that spell the word"}
-
-
 def test_page_keeps_text_inside_its_data(tmp_path):
     texts = dict.fromkeys(("prompt", "agent", "error", "env"), MARKUP)
     rows = [row("train", 1, 9, f"{MARKUP}\u202e", **texts)]
@@ -304,5 +297,3 @@ def test_the_command_that_repeats_a_run_can_be_pasted(tmp_path):
     assert shlex.split(data_of(write_report(run, CONFIG))[0]["command"]) == [
         "python", "train.py", "--config", str(run / "config.yaml"), "--run-name", "again",
     ]  # fmt: skip
-    own = CONFIG | {"env": ["my.py:Maze"]}
-    assert data_of(write_report(run, own))[0]["command"].endswith(" --trust")

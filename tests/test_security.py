@@ -4,9 +4,6 @@ Each attack is real: a careless reader of the same file would run it, and create
 ruff's rules in pyproject.toml reject eval, exec, pickle, shells and unsafe YAML in our own source.
 """
 
-import contextlib
-import io
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,21 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-import yaml
 from conftest import SMALL, save_small
 from test_openai_sampler import server  # noqa: F401
 
-from core import config
 from core.config import Config
-from core.extras import chat
 from core.faults import UsageError
 from core.files.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.terminal import cli
 from environments.adapters.remote import RemoteError
 from environments.base import EnvFailure
-from environments.plumbing import registry
 from environments.plumbing.registry import make
 
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\n"
@@ -78,10 +70,10 @@ def own_code(tmp_path, marker, monkeypatch):
 def test_code_of_a_tokenizer_runs_only_if_trusted(own_code, marker):
     own = {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     folder = own_code("tokenizer_config.json", own)
-    with pytest.raises(UsageError, match="--trust"):
+    with pytest.raises(UsageError, match="--trust-remote-code"):
         load_policy(Config(device="cpu"), folder)
     assert not marker.exists()
-    assert load_policy(Config(device="cpu", trust=True), folder).trust_remote_code
+    assert load_policy(Config(device="cpu", trust_remote_code=True), folder).trust_remote_code
     assert marker.exists()
 
 
@@ -89,13 +81,13 @@ def test_code_of_a_model_runs_only_in_a_command_that_trusts_it(own_code, marker,
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     folder = own_code("config.json", {"model_type": "own", "auto_map": own})
     flags = ["--model-id", folder, *SMALL, "--num-updates", "0", "--run-name", "a"]
-    assert command(*flags, "--trust")[0] == 0
+    assert command(*flags, "--trust-remote-code")[0] == 0
     assert marker.exists()
     marker.unlink()
     code, out, err = command("--resume", "runs/a")
-    assert (code, out) == (2, "") and err.count("\n") == 1 and "--trust" in err
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "--trust-remote-code" in err
     assert not marker.exists()
-    assert command("--resume", "runs/a", "--trust")[0] == 0
+    assert command("--resume", "runs/a", "--trust-remote-code")[0] == 0
 
 
 class Evil:
@@ -136,107 +128,6 @@ def test_no_shell_reads_a_remote_command(marker):
     env = make(f"remote:command=cat; touch {marker},timeout=1")
     with pytest.raises((RemoteError, EnvFailure, UsageError)):
         env.reset(1)
-    assert not marker.exists()
-
-
-# {file}: a file of Python code that creates the marker; {marker}: that file
-SPECS = (
-    "{file}:Maze", "gymnasium:id=evil_module:Maze-v0", 'gymnasium:id="evil_module\\u003aMaze-v0"',
-    "remote: command = touch {marker}", "rewarded:data=rows.jsonl,reward={file}:one",
-    "evil_module:Maze:opponent=older:1", "gymnasium:id=evil_module:Maze,=",
-)  # fmt: skip
-
-
-def attack(folder, settings, how):
-    """Reads `settings` as a config.yaml as `how` says; returns exit code and the line it prints."""
-    here = folder / "here"
-    here.mkdir(exist_ok=True)
-    for file in ("evil.py", "evil_module.py"):
-        (folder / file).write_text(CODE.format(marker=str(folder / "marker")))
-    words = {"{file}": str(folder / "evil.py"), "{marker}": str(folder / "marker"),
-             "{folder}": str(folder)}  # fmt: skip
-    text = yaml.safe_dump(settings)
-    for word, value in words.items():
-        text = text.replace(word, value)
-    (folder / "config.yaml").write_text(text)
-    file = str(folder / "config.yaml") if how == "--config" else str(folder)
-
-    def validated(cfg):
-        config.validate(config.resolve(cfg))
-        return 0
-
-    errors = io.StringIO()
-    with contextlib.chdir(here), contextlib.redirect_stderr(errors):
-        if how == "chat":
-            return chat.execute(lambda *_: 0, [file]), errors.getvalue()
-        return cli.execute(validated, [how, file]), errors.getvalue()
-
-
-def test_no_file_runs_code_or_sends_the_key_without_trust(tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
-    cases = [({"env": ["snake", spec]}, "would run") for spec in SPECS]
-    cases += [({"eval_env": [SPECS[0]]}, "would run"), ({"algo": "{file}"}, "would run")]
-    asks = {"sampler": "openai", "base_url": "http://127.0.0.1:9/v1", "num_updates": 0}
-    cases.append((asks, "would send"))
-    ways = itertools.cycle(["--config", "--resume", "chat"])
-    for settings, said in cases:
-        how = next(ways) if said == "would run" else "--config"
-        code, err = attack(tmp_path, settings, how)
-        assert code == 2 and err.count("\n") == 1 and said in err and "--trust" in err, settings
-        assert "secret-7" not in err and not (tmp_path / "marker").exists()
-
-
-def parse(tmp_path, flags, **settings):
-    file = tmp_path / "c.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    return cli.parse(["--config", str(file), *flags])
-
-
-def test_what_the_command_line_names_needs_no_trust(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent)
-    saved = {"env": ["evil.py:Maze"], "base_url": "http://there/v1"}
-    assert parse(tmp_path, ["--env", "my.py:Game"], **saved).env == ("my.py:Game",)
-    assert parse(tmp_path, ["--trust"], **saved).env == ("evil.py:Maze",)
-    with pytest.raises(UsageError, match=r"would run evil\.py:Maze: if you trust it, add --trust"):
-        parse(tmp_path, ["--eval-env", "snake"], **saved)
-
-
-def test_the_key_is_sent_to_an_address_of_the_command_line_only(tmp_path, monkeypatch):
-    saved = {"base_url": "http://there/v1", "num_updates": 0}
-    evaluate = ["--sampler", "openai"]
-    with pytest.raises(UsageError, match="would send requests and any OPENAI_API_KEY to http"):
-        parse(tmp_path, evaluate, **saved)
-    here = [*evaluate, "--base-url", "http://here/v1"]
-    assert parse(tmp_path, here, **saved).base_url == "http://here/v1"
-
-
-def test_a_run_of_this_user_in_runs_needs_no_trust(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file, settings = Path("runs/a/config.yaml"), {"env": ["my.py:Game"]}
-    for place in (file, Path("other/a/config.yaml")):
-        place.parent.mkdir(parents=True)
-        place.write_text(yaml.safe_dump(settings))
-    assert cli.parse(["--resume", "runs/a"]).env == ("my.py:Game",)
-    assert config.trust_flags(settings, file) == []
-    assert config.trust_flags(settings, Path("other/a/config.yaml")) == ["--trust"]
-    with pytest.raises(UsageError, match="--trust"):
-        cli.parse(["--resume", "other/a"])
-
-
-def test_code_that_a_flag_names_is_not_found_in_the_folder_of_a_file(tmp_path, monkeypatch, marker):
-    def play_first_task(flags, cfg):
-        registry.make(chat.held_out_task(cfg, 0).env).reset(0)
-        return 0
-
-    evil = tmp_path / "evil"
-    (evil / "model").mkdir(parents=True)
-    (evil / "my.py").write_text(CODE.format(marker=str(marker)))
-    settings = {"env": ["my.py:Maze:opponent=./model"]}
-    (evil / "config.yaml").write_text(yaml.safe_dump(settings))
-    monkeypatch.chdir(tmp_path)
-    assert chat.execute(play_first_task, [str(evil)]) == 2
-    Path("my.py").write_text("from environments.snake import Snake as Maze\n")
-    chat.execute(play_first_task, [str(evil), "--env", "my.py:Maze"])
     assert not marker.exists()
 
 

@@ -187,17 +187,6 @@ def test_a_resumed_run_has_all_its_state(command, monkeypatch, pays):
     assert metrics_of("runs/cut") == metrics_of("runs/whole")
 
 
-def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, whole_run):
-    shutil.copytree(whole_run, "runs/a")
-    file = Path("runs/a/metrics.jsonl")
-    file.write_bytes(file.read_bytes()[:-1500])
-    flags = ["--resume", "runs/a", "--num-updates", "5", "--eval-num-tasks", "1"]
-    code, _, err = command(*flags)
-    assert code == 2 and err.count("\n") == 1 and "metrics.jsonl is damaged" in err
-    assert command(*flags, "--trust")[0] == 0
-    assert metrics_of("runs/a")[-1]["warnings"].keys() == {"damaged_log"}
-
-
 def test_the_model_has_the_last_weights_though_their_update_was_not_saved(command, pays):
     """Update 1, which is judged twice, is saved, update 2 is not, and update 3 has no finite
     gradient."""

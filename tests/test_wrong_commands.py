@@ -69,7 +69,7 @@ COMMANDS = [  # a command line, and what its message names
     ("--num_prompt=3", "did you mean --num-prompts?"),
     ("-algo ppo", "did you mean --algo?"),
     ("letter_counting:difficulty=2", "write --env letter_counting:difficulty=2"),
-    ("--trust 1", "1 follows no flag"),
+    ("--trust-remote-code 1", "1 follows no flag"),
     ("--model-id smolm2", "write --model-id smollm2"),
     ("--env a b:x=1, y=2 z=3 c", 'write a "b:x=1,y=2,z=3" c'),
     ("--env leter_counting", "letter_counting"),

@@ -65,7 +65,7 @@ class Flags:
     device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
     # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    trust: bool = False  # Run the code that the run names, or that comes with the model.
+    trust_remote_code: bool = False  # Run the code that comes with the model.
     before: bool = False  # Show the answer of the model before training, too.
     env: str = ""  # Environment of /task; empty: that of the run.
 
@@ -93,7 +93,7 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
             raise UsageError(f"{flags.policy}: there is no such run; {cli.known_runs()}")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
     if file.exists():
-        cfg = read_config(file, trust=flags.trust)
+        cfg = read_config(file)
     elif flags.before:
         raise UsageError(f"--before needs the folder of a run; {file} does not exist")
     if cfg.sampler == "openai":
@@ -108,7 +108,7 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         cfg, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k, seed=flags.seed,
         max_tokens=flags.max_tokens or cfg.max_tokens, device=flags.device,
         dtype=cfg.dtype if flags.dtype == "auto" else flags.dtype,
-        trust=flags.trust,
+        trust_remote_code=flags.trust_remote_code,
     )  # fmt: skip
 
 

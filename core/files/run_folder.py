@@ -36,9 +36,7 @@ from core.config import (
     Config,
     defaults_for,
     flag,
-    needs_trust,
     similar,
-    trust_flags,
 )
 from core.faults import CannotWrite, UsageError
 from core.files.atomic import PART, published, remove
@@ -64,25 +62,18 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     return {k: [*map(str, v)] if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def read_config(file: Path, trust: bool = False) -> Config:
+def read_config(file: Path) -> Config:
     """The settings of a config.yaml. Imports the algorithm. Raises UsageError, as `as_config`."""
-    return as_config(read_settings(file), file, {}, trust)
+    return as_config(read_settings(file), file, {})
 
 
-def as_config(
-    settings: dict[str, Any], file: Path | None, given: dict[str, Any], trust: bool
-) -> Config:
+def as_config(settings: dict[str, Any], file: Path | None, given: dict[str, Any]) -> Config:
     """The `settings` of `file`, with the algorithm of those that the command line has `given`. An
     option is None where it is as its loss type sets it.
 
-    Imports the algorithm. Raises UsageError if it cannot be used, for options that it does not
-    have, and, without `trust`, if what `file` alone names would run code or send a key.
+    Imports the algorithm. Raises UsageError if it cannot be used, and for options that it does not
+    have.
     """
-    if file and not trust:
-        own = {name: value for name, value in settings.items() if name not in given}
-        sampler = (settings | given).get("sampler")
-        if found := needs_trust(own | {"sampler": sampler}, file):
-            raise UsageError(f"{file} would {found}: if you trust it, add --trust")
     own_algo = settings.get("algo", Config.algo)
     algo = absolute_algorithm(given.get("algo", own_algo))
     if file and "algo" not in given and is_file(algo) and not Path(algo).exists():
@@ -136,7 +127,7 @@ def without_defaults(settings: dict[str, Any], file: Path | None) -> dict[str, A
     algo = settings.get("algo", Config.algo)
     left_out = {"algo", name_of(algo)} if is_file(algo) else set()  # which could run code
     known = {key: value for key, value in settings.items() if key not in left_out}
-    defaults = defaults_for(as_config(known, file, {}, trust=True))
+    defaults = defaults_for(as_config(known, file, {}))
     if not defaults.keys() <= settings.keys():
         return settings
     if left_out:
@@ -176,7 +167,7 @@ def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
     name (grpo.clip_low), what they were and what they are."""
     file = run / "config.yaml"
     settings = read_settings(file)
-    before = config_to_dict(as_config(settings, file, {"algo": cfg.algo}, trust=True))
+    before = config_to_dict(as_config(settings, file, {"algo": cfg.algo}))
     before["algo"] = settings.get("algo", Config.algo)
     for file in sorted(run.glob("checkpoint/[0-9]*/state.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
@@ -251,7 +242,7 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
         raise UsageError(f"{run.parent} is no folder; remove it") from None
     try:
         write_config(part, settings)
-        as_config(read_settings(part / "config.yaml"), run / "config.yaml", {}, trust=True)
+        as_config(read_settings(part / "config.yaml"), run / "config.yaml", {})
         while True:
             try:
                 os.rename(part, run)  # fails if `run` is a folder that is not empty
@@ -292,7 +283,7 @@ def lock_run(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        resume = train_command("--resume", str(run), *trust_flags(settings, run / "config.yaml"))
+        resume = train_command("--resume", str(run))
         raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
                           f"intact: fix this, then run {resume}") from None  # fmt: skip
     finally:

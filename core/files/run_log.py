@@ -8,7 +8,6 @@ Both files are flushed to the disk before a checkpoint is written. The checkpoin
 of metrics.jsonl, so a resumed run knows whether all its records up to the checkpoint are there.
 """
 
-import hashlib
 import importlib
 import json
 import math
@@ -45,7 +44,6 @@ class RunLog:
             self.tracker = _start_tracker(track, folder, config)
         self.metrics_file = _open(folder / METRICS)
         self.rollouts_file = _open(folder / ROLLOUTS)
-        self.sha256 = hashlib.sha256((folder / METRICS).read_bytes())
 
     def __enter__(self) -> "RunLog":
         return self
@@ -59,18 +57,17 @@ class RunLog:
 
     def log(self, record: Record) -> None:
         """Appends `record` to metrics.jsonl; sends the numbers of an update to the tracker."""
-        self.sha256.update(_append(self.metrics_file, record))
+        _append(self.metrics_file, record)
         if self.tracker is not None and "update" in record:
             others = ("update", "warnings", "example/")
             scalars = {k: v for k, v in record.items() if not k.startswith(others)}
             self.tracker.log(scalars, step=record["update"])
 
-    def sync(self) -> Record:
-        """Flushes both files to the disk; returns what `rewind` needs from a checkpoint."""
+    def sync(self) -> None:
+        """Flushes both files to the disk."""
         for file in (self.metrics_file, self.rollouts_file):
             sync(file.fileno())
         flush(self.folder)
-        return {"metrics_sha256": self.sha256.hexdigest()}
 
     def log_rollouts(self, kind: str, update: int, rollouts: list[Rollout]) -> None:
         """Appends `rollouts` to rollouts.jsonl. `kind` is "train" or "eval"."""
@@ -99,33 +96,17 @@ class RunLog:
             _append(self.rollouts_file, row | {k: v for k, v in r.for_log.items() if v})
 
 
-def rewind(folder: Path, progress: dict[str, Any], accept_damage: bool = False) -> str:
-    """Drops all records after a checkpoint.
-
-    `progress` is that of the checkpoint. If the records in metrics.jsonl up to there are not those
-    that it was saved with, raises UsageError and changes nothing; with `accept_damage`, keeps what
-    is left and returns a line about it. Returns "" otherwise.
-    """
-    remark = ""
+def rewind(folder: Path, progress: dict[str, Any]) -> None:
+    """Drops all records after a checkpoint, whose `progress` is given."""
     for name in (METRICS, ROLLOUTS, OLD_ROLLOUTS):
         if name != METRICS and not (folder / name).exists():
             continue
-        sha256 = hashlib.sha256()
         with published(folder / name) as part, part.open("wb") as file:
             for line, record in _lines(folder / name):
                 counter = "sft_step" if "sft_step" in record else "update"
                 number = record.get(counter)
                 if isinstance(number, int) and number <= progress[counter]:
-                    sha256.update(line)
                     file.write(line)
-            saved = progress.get("metrics_sha256", sha256.hexdigest())  # none before the first
-            if name == METRICS and saved != sha256.hexdigest():
-                remark = (f"{METRICS} is damaged: its records up to update {progress['update']} "
-                          "are not those of the checkpoint")  # fmt: skip
-                if not accept_damage:
-                    raise UsageError(f"--resume {folder}: {remark}; restore the file, or add "
-                                     "--trust to train on and mark the hole")  # fmt: skip
-    return remark
 
 
 def read_records(path: Path) -> list[Record]:
@@ -195,12 +176,9 @@ def _open(path: Path) -> TextIO:
     return path.open("a", encoding="utf-8", newline="\n")
 
 
-def _append(file: TextIO, record: Record) -> bytes:
-    """Appends a line, and returns it."""
+def _append(file: TextIO, record: Record) -> None:
     # JSON has no NaN and no infinity: write null
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
               for k, v in record.items()}  # fmt: skip
-    line = json.dumps(finite) + "\n"
-    file.write(line)
+    file.write(json.dumps(finite) + "\n")
     file.flush()
-    return line.encode()

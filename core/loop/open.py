@@ -233,7 +233,7 @@ def _opened(
         closing(Ahead(interrupt)) as ahead,
     ):
         sampler.say = interrupt.say = display.say
-        lines = [*found.remarks, notes.get("damaged_log", ""), changed]
+        lines = [*found.remarks, changed]
         lines.append(notes.get("changed_code", ""))
         if not new and 0 < cfg.num_updates <= progress["update"]:
             lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
@@ -355,7 +355,7 @@ def _continue_files(
     Returns what the next record says about that, and a line about settings that have changed.
     What was edited since the checkpoint is compared with nothing from before.
     """
-    damage = distributed.broadcast_from_rank_0(lambda: run_log.rewind(log_dir, progress, cfg.trust))
+    distributed.broadcast_from_rank_0(lambda: run_log.rewind(log_dir, progress))
     changes = distributed.broadcast_from_rank_0(
         lambda: {} if new else run_folder.changed_settings(cfg, folder)
     )
@@ -366,8 +366,7 @@ def _continue_files(
         lambda: [(env.short, checksums(env)) for env in (*cfg.env, *held_out)]
     )
     edited = evaluation.forget_edited(files, progress)
-    notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded),
-             "changed_code": edited}  # fmt: skip
+    notes = {"changed_settings": ", ".join(recorded), "changed_code": edited}
     run_folder.write_config(log_dir, run_folder.config_to_dict(cfg))
     if FOLDER not in algorithm.file.parents:  # a file of the user's, which the run keeps
         with suppress(shutil.SameFileError):
@@ -381,7 +380,7 @@ def _open_display(cfg: Config, algorithm: Algorithm, policy: Policy, quiet: bool
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
     title = f"picoRL · {algo} · {short_names(cfg.env)} · {policy.size()}{ranks}"
     updates = 0 if cfg.max_sampled_tokens else cfg.num_updates
-    return Display(title, None, quiet, meanings(cfg.env, trust=True), updates)
+    return Display(title, None, quiet, meanings(cfg.env), updates)
 
 
 def _make_collector(

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from core import config, distributed
+from core import distributed
 from core.config import Config
 from core.files import checkpoint, run_folder
 from core.files.run_log import RunLog
@@ -50,7 +50,8 @@ class Outputs:
         if progress["skipped_in_a_row"] and progress["update"] > 1:
             return False
         self.writer.wait()  # for the one before
-        progress = copy.deepcopy(progress) | self.run_log.sync()
+        self.run_log.sync()
+        progress = copy.deepcopy(progress)
         self.saved = checkpoint.save_checkpoint(
             self.folder, policy, optimizer, progress, older, self.writer.start
         )
@@ -74,8 +75,7 @@ class Outputs:
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
-        trust = config.trust_flags(vars(self.cfg), self.folder / "config.yaml")
-        flags = "--resume", str(self.folder), *trust
+        flags = "--resume", str(self.folder)
         if any(env.only_in_python for env in self.cfg.env):
             return run_folder.again(self.cfg.env, *flags)
         return run_folder.train_command(*flags)

@@ -37,7 +37,7 @@ def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAG
             warnings.filterwarnings("ignore", "Glyph")  # a name in a script without a font
             draw_curves(
                 folder / "curves.png", records, f"{title} · seed {config['seed']}",
-                meanings(config["env"], trust=True),
+                meanings(config["env"]),
             )  # fmt: skip
 
     pages: dict[str, Callable[[], object]] = {

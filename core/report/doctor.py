@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from core import diagnostics, invariants, series
 from core.algorithm import name_of
-from core.config import trust_flags
 from core.faults import UsageError
 from core.files.run_folder import again, quoted, read_settings
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
@@ -185,8 +184,7 @@ def _more_updates(
                 f"{right:.0%} are right (--eval-env)")  # fmt: skip
     if (lowest or 0) >= SOLVED:
         other = "reinforce" if name_of(config["algo"]) == "grpo" else "grpo"
-        flags = ["--algo", other, *trust_flags(config, folder / "config.yaml")]
-        command = again(config.get("env", ()), "--config", str(folder), *flags)
+        command = again(config.get("env", ()), "--config", str(folder), "--algo", other)
         return f"the tasks are solved, so harder ones, or another algorithm: {command}"
     if len(before) < series.WINDOW:
         return f"more updates, as these are too few to tell: {go_on}"
@@ -286,8 +284,8 @@ def final_lines(folder: Path, config: dict[str, Any]) -> list[str]:
         found.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
     found.append(f"curves: {folder / 'curves.png'}   rollouts: {folder / 'report.html'}")
     if config["sampler"] != "openai":
-        flags = ["--before", *trust_flags(config, folder / "config.yaml")]
-        found.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(folder), *flags])}")
+        command = quoted(["python", "-m", "core.chat", str(folder), "--before"])
+        found.append(f"talk to it: {command}")
     return [*found, *lines(folder, config, records)]
 
 

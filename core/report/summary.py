@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from core.algorithm import name_of, title_of
-from core.config import trust_flags
 from core.files.atomic import published
 from core.files.run_folder import again
 from core.results import Record, accuracies_of, before_after
@@ -89,8 +88,7 @@ def as_text(line: str) -> str:
 def repeat_command(folder: Path, config: dict[str, Any]) -> str:
     """Returns the command that repeats a run under another name."""
     file = folder / "config.yaml"
-    flags = ["--config", str(file), "--run-name", "again", *trust_flags(config, file)]
-    return again(config["env"], *flags)
+    return again(config["env"], "--config", str(file), "--run-name", "again")
 
 
 def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:

@@ -69,7 +69,7 @@ def parse(args: list[str]) -> Config:
     if algo == "scratch" or is_file(algo):  # these are imported
         say_loading()
     settings = without_defaults(settings, file) if flags.config else settings
-    cfg, _ = _parse_flags(args, as_config(settings, file, given, flags.trust))
+    cfg, _ = _parse_flags(args, as_config(settings, file, given))
     return _with_file(cfg, file)
 
 
@@ -86,7 +86,7 @@ def complete(cfg: Config) -> Config:
     file = _check_names(cfg)
     settings = read_settings(file) if file else {}
     settings = without_defaults(settings, file) if cfg.config else settings
-    saved = as_config(settings | given, file, given, cfg.trust)
+    saved = as_config(settings | given, file, given)
     own = {name: getattr(cfg, name) for name in config.COMMAND_LINE_ONLY}
     return _with_file(replace(saved, options=with_options(saved, cfg.options), **own), file)
 

@@ -302,22 +302,6 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
         raise UsageError(f"--env {spec}: {describe_error(error)}") from error
 
 
-def executes_code(spec: str | EnvSpec) -> bool:
-    """Whether `make` would run code or a command that the spec itself names. Imports nothing.
-
-    >>> [executes_code(s) for s in ("snake", "gymnasium:id=CartPole-v1", "gymnasium:id=module:Env")]
-    [False, False, True]
-    """
-    spec = EnvSpec.read(spec)
-    if ":" in spec.name or spec.name == "rewarded":
-        return True
-    if not str(ENVIRONMENTS.get(spec.name, "")).startswith("environments.adapters."):
-        return False
-    named = {value for key, value in spec.options.items() if key not in ("url", "opponent")}
-    # a backslash: JSON may hide a colon
-    return "command" in spec.options or any({":", "\\"} & {*value} for value in named)
-
-
 def absolute(spec: str | EnvSpec) -> EnvSpec:
     """A spec with absolute paths for the files, folders and modules in it that the current folder
     has. Imports nothing. Raises UsageError as `EnvSpec.read`."""
@@ -402,18 +386,15 @@ def begin_run(info: RunInfo) -> None:
             begin(info)
 
 
-def meanings(specs: Iterable[str | EnvSpec], trust: bool = False) -> dict[str, str]:
+def meanings(specs: Iterable[str | EnvSpec]) -> dict[str, str]:
     """What the numbers are that these environments report, by their key in `Step.info`.
-
-    `trust`: import the code that a spec names, too.
 
     >>> meanings(["letter_counting:difficulty=2", "no_such_environment"])
     {'worked': 'fraction that spell the word'}
     """
     found: dict[str, str] = {}
     for spec in map(EnvSpec.read, specs):
-        if trust or not executes_code(spec):
-            found |= spec.declares("meanings") or {}
+        found |= spec.declares("meanings") or {}
     return found
 
 

@@ -40,7 +40,7 @@ def main(flags: list[str]) -> None:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130, "the run was not stopped by Ctrl-C"
-        resume = [sys.executable, "-m", "train", "--resume", str(run), "--trust"]
+        resume = [sys.executable, "-m", "train", "--resume", str(run)]
         subprocess.run(resume, cwd="/", env=environment, check=True)
         assert updates(run) == list(range(2 * half + 1)), updates(run)
         shutil.move(run, ROOT / "runs" / name)
