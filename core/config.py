@@ -248,8 +248,6 @@ class LoggingOptions:
     config: str = ""  # Read settings from this config.yaml or run; flags override them.
     # Run the Python code that comes with the model of --model-id or --teacher.
     trust_remote_code: bool = False
-    # Resume with other settings than those of the checkpoint, and record which.
-    allow_changes: Annotated[bool, Needs("resume")] = False
     save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
     # Sampled tokens per update that report.html shows one by one; 0: none.
     microscope: Count = 1024
@@ -289,8 +287,9 @@ KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blac
 SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code", "allow_changes", "has_file")
-# Settings that a resumed run may change. Those of the last line change the rounding of sums.
+COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code", "has_file")
+# Settings whose change at a resume says nothing about what follows, so the log does not mark it.
+# Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track run_name".split(),

@@ -97,22 +97,18 @@ def resume(tmp_path, monkeypatch):
 def test_a_resumed_run_may_change_some_settings_and_keeps_the_others(resume):
     cfg = resume("--resume runs/a --num-updates 9 --device cpu --model-id moved/it")
     assert (cfg.num_updates, cfg.device, cfg.model_id, cfg.lr) == (9, "cpu", "moved/it", 5e-05)
-    assert resume("--resume runs/a --lr 0.4 --allow-changes").lr == 0.4
-    for flag, named in (("--grpo.clip-low 0.5", "grpo.clip_low"), ("--sampler openai", "sampler")):
-        with pytest.raises(UsageError, match=f"{named} is .* --allow-changes"):
-            resume(f"--resume runs/a {flag}")
+    assert resume("--resume runs/a --lr 0.4 --grpo.clip-low 0.5").lr == 0.4
     for flag, named in (("optimizer adamw8bit", "optimizer"), ("model-id tiny", "model_id")):
         with pytest.raises(UsageError, match=f"{named} is .* in this run, and stays so"):
-            resume(f"--resume runs/a --{flag} --allow-changes")
+            resume(f"--resume runs/a --{flag}")
     same = {"lr": "5e-05", "env": "letter_counting", "seed": "'0'"}  # other forms of the values
     assert resume("--resume runs/a", **same) == resume("--resume runs/a")
-    with pytest.raises(UsageError, match=r"lr is 5e-05 in this run, not 0\.1: change it back"):
-        resume("--resume runs/a", lr=0.1)  # an edited file
+    assert resume("--resume runs/a", lr=0.1).lr == 0.1  # an edited file
 
 
 def test_another_loss_type_brings_the_options_that_nobody_has_set(resume):
     saved = vars(resolve(Config(options=grpo.Options(clip_high=0.5))).options)
-    cfg = resume("--resume runs/a --grpo.loss-type dr_grpo --allow-changes", grpo=saved)
+    cfg = resume("--resume runs/a --grpo.loss-type dr_grpo", grpo=saved)
     fresh = Config(options=grpo.Options("dr_grpo", clip_high=0.5))
     assert resolve(cfg).options == resolve(fresh).options
     cfg = resume("--config a --grpo.loss-type lite_ppo --grpo.clip-high 0.28", grpo=saved)
@@ -381,8 +377,6 @@ def test_settings_of_python_are_checked_and_read_as_flags_are(resume):
                                          "its own config"),
         ({"resume": "a", "run_name": "b"}, "--run-name b: a resumed run keeps its folder; remove "
                                            "it"),
-        ({"resume": "runs/a", "lr": 0.1}, "--resume runs/a: lr is 5e-05 in this run, not 0.1: "
-                                          "change it back, or add --allow-changes"),
         ({"model_id": "smolm2"}, "--model-id smolm2: there is no such folder; write --model-id "
          "smollm2, or the name of a model of the Hub with its owner"),
         ({"env": ["a", "x=1"]}, '--env a x=1: write "a:x=1"'),

@@ -52,7 +52,7 @@ def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, ca
 
 
 def test_random_weights_follow_the_seed_until_a_run_has_trained_from_them(tmp_path):
-    """As with --resume RUN --allow-changes --seed 1; a damaged copy is made with its own seed."""
+    """As with --resume RUN --seed 1; a damaged copy is made with its own seed."""
     base, found = tmp_path / "base", []
     for seed, has_trained in ((0, False), (1, False), (0, True), (0, True)):
         folder_of_model("tiny-random", base, seed, has_trained)

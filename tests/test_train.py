@@ -334,7 +334,7 @@ def test_a_model_that_moved_is_resumed_from_its_new_place_and_a_change_is_record
     assert command("--model-id", "./model", *flags, "--num-updates", "1")[0] == 0
     Path("model").rename("moved")
     assert command("--resume", "a")[0] == 2
-    new = ["--model-id", "./moved", "--lr", "0.001", "--allow-changes", "--num-updates", "2"]
+    new = ["--model-id", "./moved", "--lr", "0.001", "--num-updates", "2"]
     code, out, err = command("--resume", "a", *new)
     assert code == 0 and "./model -> ./moved" in out, err
     saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())

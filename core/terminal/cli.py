@@ -26,7 +26,7 @@ import tyro
 
 from core import config
 from core.algorithm import before_torch, is_file, name_of
-from core.config import FREE_ON_RESUME, Config
+from core.config import Config
 from core.faults import Fault, RankLost, Stopped, UsageError
 from core.files.run_folder import (
     DISK_ERRORS,
@@ -197,21 +197,12 @@ def config_file(flags: Config) -> Path | None:
 
 
 def _check_changes(cfg: Config, run: Path) -> None:
-    """Raises UsageError for a change that a resumed run may not make.
-
-    It may change a model's folder, which may have moved: weights that do not fit are refused later.
-    It may also name the device or the sampler where the run had auto.
-    """
+    """Raises UsageError for a change that a resumed run may not make: the folder has the weights of
+    tiny, and the optimizer's state. Other weights that do not fit are refused as they are read."""
     for name, (before, now) in changed_settings(cfg, run).items():
-        # the folder has the weights of tiny, and the optimizer's state
         if name == "optimizer" or (name == "model_id" and {before, now} & {*config.TINY}):
             raise UsageError(f"--resume {run}: {name} is {before} in this run, and stays so: start "
                              f"another run for {now}")  # fmt: skip
-        moved = name == "model_id" and before not in (*config.TINY, config.SMOLLM2)
-        chosen = name in ("device", "sampler") and before == "auto" and now != "openai"
-        if not (moved or chosen or cfg.allow_changes or name in FREE_ON_RESUME):
-            raise UsageError(f"--resume {run}: {name} is {before} in this run, not {now}: change "
-                             "it back, or add --allow-changes")  # fmt: skip
 
 
 def execute(
