@@ -1,4 +1,4 @@
-"""The programs on a pretended Windows (pretend_windows.py), and what the real one lacks."""
+"""What Windows lacks, and a run from its start to Ctrl-C and a chat, in processes of their own."""
 
 import ast
 import os
@@ -7,81 +7,32 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from conftest import metrics_of
-from pretend_windows import ROOT, environment
 
-SMALL = "--num-prompts 4 --num-updates 2 --eval-num-tasks 16 --run-name a".split()
-MAZE = '''"""Ein Labyrinth: żółw → ✓"""
-from environments.base import Env, Step
+ROOT = Path(__file__).parents[1]
+SMALL = "--num-prompts 4 --num-updates 1000 --eval-num-tasks 16 --run-name a".split()
 
 
-class Maze(Env):
-    def reset(self, seed):
-        return [{"role": "user", "content": f"→ {seed}"}]
-
-    def step(self, response):
-        return Step(None, float(response == "left"), done=True, info={"correct": True})
-
-    def demonstrate(self, hasty=False):
-        return "left"
-'''
-
-
-@pytest.fixture
-def windows(tmp_path_factory, tmp_path):
-    """Starts `python ARGS` on a pretended Windows, in an empty folder."""
-    variables = environment(tmp_path_factory.mktemp("site"))
-    (tmp_path / "maze.py").write_text(MAZE, encoding="utf-8")
-
-    def start(*args, typed=subprocess.DEVNULL):
-        args = [str(ROOT / arg) if arg in ("train.py", "scratch.py") else arg for arg in args]
+@pytest.mark.slow
+def test_ctrl_c_saves_a_run_and_chat_answers_with_it(tmp_path):
+    def start(*args):
         return subprocess.Popen(
-            [sys.executable, *args], env=variables, cwd=tmp_path, stdin=typed,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="cp1252",
+            [sys.executable, *args], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    return start
-
-
-@pytest.fixture
-def finished(windows):
-    """The output of such a command, which must end with `code`."""
-
-    def run(*args, typed="", code=0):
-        process = windows(*args, typed=subprocess.PIPE)
-        output, _ = process.communicate(typed, timeout=600)
-        assert process.returncode == code, output
-        return output
-
-    return run
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_a_run_and_chat_answers_with_it(windows, finished, tmp_path):
-    process = windows("train.py", *SMALL, "--num-updates", "1000")
+    run = start(str(ROOT / "train.py"), *SMALL)
     log = tmp_path / "runs/a/rollouts.jsonl"
-    while not (log.exists() and b'"kind": "train"' in log.read_bytes()) and process.poll() is None:
+    while not (log.exists() and b'"kind": "train"' in log.read_bytes()) and run.poll() is None:
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130 and "--resume" in output
-    chat = finished("-m", "core.chat", "runs/a", "--before", typed='How many r in "cherry"?\n')
-    assert "trained:" in chat
-
-
-@pytest.mark.slow
-def test_own_and_remote_environments_train(finished, tmp_path):
-    finished("train.py", *SMALL, "--env", "maze.py:Maze", "remote:env=letter_counting")
-    last = metrics_of(tmp_path / "runs" / "a")[-1]
-    assert {"eval/maze.py:Maze/accuracy", "eval/remote:env=letter_counting/accuracy"} <= last.keys()
-    assert "compare.html" in finished("-m", "core.report.compare", "runs/a")
-
-
-def test_own_environment_is_played_with_typed_answers(finished):
-    output = finished("-m", "environments", "play", "maze.py:Maze", typed="left\n")
-    assert "environment: ? 0" in output and "reward +1" in output  # cp1252 has no →
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 130 and "--resume" in output
+    chat = start("-m", "core.chat", "runs/a", "--before")
+    output, _ = chat.communicate('How many r in "cherry"?\n', timeout=600)
+    assert chat.returncode == 0 and "trained:" in output
 
 
 LACKING = set(
