@@ -8,7 +8,7 @@ import random
 import statistics
 
 import pytest
-from test_report import CONFIG, evaluated, row, trace, trained, write_report, write_run
+from test_report import CONFIG, evaluated, row, trace, write_report, write_run
 
 from core.report.page import write_page
 
@@ -176,16 +176,6 @@ def with_trivial(record, accuracy):
     return record | {"eval/adding/trivial": accuracy}
 
 
-def test_texts_of_a_chart_of_several_runs_stand_at_their_lines(tab, tmp_path):
-    long = [with_trivial(evaluated(update, 0.5), 0.25) for update in range(10)]
-    short = [with_trivial(evaluated(update, 0.5), 0.26) for update in range(3)]
-    page = compared(tab, tmp_path, ("a", long, [], CONFIG), ("b", short, [], CONFIG))
-    chart = page.locator("#charts svg[role=img]").first
-    places = [chart.get_by_text(name, exact=True).bounding_box() for name in ("A", "B")]
-    assert places[0]["y"] == places[1]["y"] and places[0]["x"] > places[1]["x"] + 100
-    assert chart.get_by_text("trivial baseline").count() == 1
-
-
 def test_a_comparison_says_whose_settings_and_which_tasks_it_shows(tab, tmp_path):
     tasks = [row("eval", 0, 1, "x") | {"env": env} for env in ("adding", "counting")]
     runs = [
@@ -200,18 +190,6 @@ def test_a_comparison_says_whose_settings_and_which_tasks_it_shows(tab, tmp_path
     assert "No evaluation" not in page.inner_text("#paired")
     page.select_option("#right", "0")
     assert page.locator("#pairs article").count() == 1
-
-
-def test_each_line_of_held_out_accuracy_has_a_name(tab, tmp_path):
-    metrics = [evaluated(update, 0.5) | {"info/accuracy": 9.0} for update in (0, 1)]
-    for record in metrics:
-        record |= {k.replace("adding", "counting"): v for k, v in record.items()}
-    card = opened(tab, write_report(write_run(tmp_path, metrics), CONFIG)).locator(".card").first
-    keys = card.locator("output span")
-    assert [text.split()[0] for text in keys.all_inner_texts()] == ["adding", "counting"]
-    dashes = "all => all.map(path => path.getAttribute('stroke-dasharray'))"
-    drawn = card.locator("svg[role=img] path[stroke]").evaluate_all(dashes)
-    assert drawn == keys.locator("path").evaluate_all(dashes) and drawn[0] != drawn[1]
 
 
 def test_numbers_are_rounded_as_in_the_findings(tab, tmp_path):
@@ -247,20 +225,3 @@ def test_runs_are_compared_on_each_environment_in_a_chart_of_its_own(tab, tmp_pa
     assert ["adding" in names[0], "counting" in names[1]] == [True, True]
     lines = [charts.nth(i).locator("svg[role=img] path[stroke]").count() for i in range(2)]
     assert lines == [2, 1]
-
-
-@pytest.mark.parametrize("width", [390, 900])
-def test_the_numbers_of_a_chosen_token_stay_in_sight_in_a_narrow_window(tab, tmp_path, width):
-    long = trace(["word "] * 2000, *[[-0.5] * 2000] * 4)
-    rows = [row("train", 1, 0, "x", float(i), token_traces=[long]) for i in range(2)]
-    page = opened(tab, write_report(write_run(tmp_path, trained(1), rows), CONFIG))
-    page.set_viewport_size({"width": width, "height": 800})
-    page.locator("[role=option]").nth(9).click()
-    box = page.locator(".inspector").bounding_box()
-    assert box["y"] > 0 and box["y"] + box["height"] <= 800
-    assert "token 10 of 2000" in page.inner_text(".inspector")
-    page.locator("[role=option]").nth(1200).focus()
-    token, box = (
-        page.locator(css).bounding_box() for css in ("[aria-selected=true]", ".inspector")
-    )
-    assert token["y"] >= 0 and token["y"] + token["height"] <= box["y"]  # not behind the numbers

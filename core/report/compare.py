@@ -41,7 +41,6 @@ from environments.plumbing.text import printable
 HEADERS = ["run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip
 TEXTS = 4  # the first columns; the others are numbers
-TIES = "Equal ranks: the 95% interval of the difference to the first of them includes 0."
 
 
 def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -> None:
@@ -49,8 +48,8 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
 
     Args:
         runs: folders of runs, such as runs/a runs/b
-        board: only print a table: accuracy at the same number of sampled tokens, and which ranks
-            are ties; folders that are not runs are left out, so runs/* will do
+        board: only print a table: accuracy at the same number of sampled tokens; folders that
+            are not runs are left out, so runs/* will do
     """
     if not runs:
         raise UsageError(
@@ -87,12 +86,9 @@ def print_board(folders: tuple[Path, ...]) -> None:
         with suppress(UsageError):
             runs.append((folder, read_config(folder), read_records(folder / METRICS)))
     console = Console()
-    for title, rows, lines in boards.boards(runs):
+    for title, rows in boards.boards(runs):
         console.print(Text(printable(title), style="bold"))
         print_table(console, boards.HEADERS, rows)
-        print(TIES)
-        for line in lines:
-            console.print(Text(printable(line)))
     if others := len(folders) - len(runs):
         print(f"{others} of the folders are not runs.")
 
