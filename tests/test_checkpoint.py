@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, and a damaged one is skipped."""
+"""Checkpoints: which one a run resumes from, what it has, and what is refused."""
 
 import copy
 import os
@@ -7,15 +7,14 @@ import shutil
 import pytest
 import torch
 from conftest import load_small
-from test_files import small_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from core.config import Config
-from core.extras.opponents import saved_updates
 from core.faults import UsageError
 from core.files import checkpoint
 from core.files.checkpoint import (
     START,
+    ResumePoint,
     export_model,
     find_checkpoint,
     has_names_of_model,
@@ -33,36 +32,17 @@ def run(tmp_path, policy):
     (tmp_path / "config.yaml").write_text("algo: grpo\n")
     optimizer = make_optimizer(policy, 0.1)
 
-    def save(update, writer=None):
+    def save(update):
         policy.to_logits(policy.hidden_states(torch.tensor([[65, 66]]))[0]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return save_checkpoint(
-            tmp_path, policy, optimizer, progress(update), start=writer and writer.start
-        )
+        return save_checkpoint(tmp_path, policy, optimizer, progress(update))
 
     return tmp_path, policy, optimizer, save
 
 
-class Later:
-    """Stands for a Writer: notes what it is to write, in place of a thread."""
-
-    def start(self, write, part, num_bytes):
-        self.write, self.part, self.num_bytes = write, part, num_bytes
-
-
 def progress(update):
     return {"sft_step": 6, "update": update, "skipped_in_a_row": 0}
-
-
-def test_a_damaged_checkpoint_is_skipped(run):
-    folder, _, _, save = run
-    save(1)
-    newest = save(2)
-    (newest / checkpoint.WEIGHTS).unlink()
-    found = find_checkpoint(folder)
-    assert found.progress == progress(1)
-    assert len(found.remarks) == 1 and str(newest) in found.remarks[0]
 
 
 def test_the_two_newest_checkpoints_are_kept_and_what_others_add_is_no_damage(run):
@@ -79,26 +59,21 @@ def test_the_two_newest_checkpoints_are_kept_and_what_others_add_is_no_damage(ru
     assert names == ["000006-000003", "000006-000011", "2024-photos"]
 
 
-def test_what_is_written_later_is_the_state_when_it_was_saved(run, qwen3_folder):
+def test_a_checkpoint_has_the_weights_and_the_state_of_the_optimizer(run, qwen3_folder):
+    """Also one that replaces another of the same progress."""
     folder, policy, optimizer, save = run
-    later = Later()
-    saved = save(3, later)
-    weights = {name: p.detach().clone() for name, p in policy.trainable().items()}
-    state = copy.deepcopy(optimizer.state_dict())
-    assert later.part == saved.with_name(f".part-{saved.name}") and not saved.exists()
-    moments = state["adamw"]["state"].values()  # each parameter has two, and a step
-    assert later.num_bytes == sum(3 * w.nbytes for w in weights.values()) + 4 * len(moments)
-    save(4, Later())  # a step later
-    assert not any(torch.equal(p, weights[name]) for name, p in policy.trainable().items())
-    later.write()
+    save(3)
+    saved = save(3)
     assert find_checkpoint(folder).folder == saved
     other = load_policy(Config(device="cpu"), str(qwen3_folder))
     other_optimizer = make_optimizer(other, 0.1)
     load_checkpoint(saved, other, other_optimizer)
-    assert all(torch.equal(p, weights[name]) for name, p in other.trainable().items())
+    for name, weight in other.trainable().items():
+        assert torch.equal(weight, policy.trainable()[name])
+    state = optimizer.state_dict()["adamw"]["state"]
     for key, moment in other_optimizer.state_dict()["adamw"]["state"].items():
         for name in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(moment[name], state["adamw"]["state"][key][name])
+            assert torch.equal(moment[name], state[key][name])
 
 
 def test_older_weights_come_back_in_their_order(run):
@@ -109,41 +84,6 @@ def test_older_weights_come_back_in_their_order(run):
     loaded = load_older(saved)
     assert [int(weights["b"]) for weights in loaded] == list(range(12))
     assert all(torch.equal(x["a"], y["a"]) for x, y in zip(loaded, older, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("free", "limit", "at_once"),
-    [(1.9, 10**9, True), (2.1, 0, False), (None, 0, True)],
-)
-def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
-    run, monkeypatch, free, limit, at_once
-):
-    """`free`: in sizes of a checkpoint; None: a system that does not say."""
-    _, _, _, save = run
-    monkeypatch.setattr(checkpoint, "COPY_BYTES", limit)
-    later = Later()
-    save(2, later)
-    free = free and free * later.num_bytes
-    monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: free)
-    later = Later()
-    assert save(3, later).exists() == at_once
-    assert hasattr(later, "write") == (not at_once)
-
-
-def test_a_run_that_ended_before_its_first_checkpoint_was_complete_begins_again(run):
-    """Its records go further: it trained on while the checkpoint was being written."""
-    folder, _, _, save = run
-    later = Later()
-    save(1, later)
-    (folder / "metrics.jsonl").write_text('{"update": 0}\n{"update": 1}\n{"update": 2}\n')
-    assert find_checkpoint(folder).progress == START  # it was killed
-    with pytest.raises(OSError, match="File too large"), small_files(100_000):
-        later.write()
-    assert find_checkpoint(folder).progress == START  # its disk was full
-    assert saved_updates(folder) == [1]  # older copies that it needs are kept
-    later.write()
-    assert find_checkpoint(folder).progress == progress(1)
-    assert saved_updates(folder) == [1]
 
 
 def test_the_model_is_a_link_to_the_weights_of_the_last_checkpoint(run, small_folder, monkeypatch):
@@ -199,25 +139,33 @@ def test_weights_of_another_dtype_are_refused_or_converted(tmp_path):
     assert weights["a"].tolist() == [1.0, 1.0]
 
 
-def test_without_an_intact_checkpoint_a_run_is_not_resumed(run):
-    folder, _, _, save = run
+def test_a_run_without_a_checkpoint_begins_again_or_is_refused(run):
+    folder, _, _, _ = run
     metrics = folder / "metrics.jsonl"
     metrics.write_text('{"update": 0}\n{"update": 1}\n')  # killed while it saved first
-    found = find_checkpoint(folder)
-    assert (found.folder, found.progress, len(found.remarks)) == (None, START, 1)
-    damaged = save(1)
-    (damaged / "state.json").unlink()
-    with pytest.raises(UsageError, match=damaged.name):
-        find_checkpoint(folder)
-    shutil.rmtree(damaged)
+    assert find_checkpoint(folder) == ResumePoint(None, START)
     metrics.write_text('{"update": 0}\n{"update": 1}\n{"update": 2}\n')
     with pytest.raises(UsageError, match="restore"):  # it would delete the records of all updates
         find_checkpoint(folder)
 
 
+def test_a_checkpoint_that_cannot_be_read_is_one_line_that_leads_to_the_one_before(run):
+    folder, policy, optimizer, save = run
+    save(1)
+    newest = save(2)
+    (newest / checkpoint.WEIGHTS).write_bytes(b"")
+    with pytest.raises(UsageError, match=r"weights.safetensors cannot be read .* the one before"):
+        load_checkpoint(newest, policy, optimizer)
+    (newest / "state.json").unlink()
+    with pytest.raises(UsageError, match=r"state.json cannot be read .* the one before"):
+        find_checkpoint(folder)
+    shutil.rmtree(newest)
+    assert find_checkpoint(folder).progress == progress(1)
+
+
 @pytest.mark.parametrize("change", ["shape", "no moment", "masters", "no state"])
 def test_a_state_of_another_optimizer_is_rejected_before_it_is_loaded(run, change):
-    """Its checksums are right. The fused step of torch reads beyond moments that are too small."""
+    """The fused step of torch would read beyond moments that are too small."""
     _, policy, optimizer, save = run
     file = save(1) / checkpoint.OPTIMIZER
     state = torch.load(file, weights_only=True)

@@ -1,75 +1,91 @@
-"""A run that is killed anywhere and resumed has the metrics of a run that nothing stopped."""
+"""A run that is killed, or whose disk is full, resumes to the same metrics."""
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import metrics_of
+from safetensors import SafetensorError
 
-from core.files.run_log import read_records
+from core.files import checkpoint
 
-FLAGS = """--run-name a --sft-steps 2 --sft-batch-size 2 --num-updates 3 --num-prompts 2
-    --group-size 2 --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10
-    --max-model-len 256 --device cpu""".split()
-SETTINGS = {
-    "all weights": "--algo grpo --kl-coef 0.1 --filter-groups 1",
-    "LoRA": "--algo reinforce --lora-rank 2 --kl-coef 0.1",
-    "PPO": "--algo ppo --num-epochs 2 --num-minibatches 2",
-}
 ROOT = Path(__file__).parents[1]
+FLAGS = """--sft-steps 2 --sft-batch-size 2 --num-updates 4 --num-prompts 2 --group-size 2
+    --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10 --max-model-len 256
+    --device cpu""".split()
+SETTINGS = (
+    "--algo grpo --kl-coef 0.1 --filter-groups 1 --staleness 1",
+    "--algo reinforce --lora-rank 2 --kl-coef 0.1 --keep-best",
+    "--algo ppo --num-epochs 2 --num-minibatches 2",
+)
 CHILD = """
 import os, signal, sys
 
-changes = 0  # to files of the run
+replace, renamed = os.replace, []
 
-def count(event, arguments):  # an audit hook of Python
-    global changes
-    if event not in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"):
-        return
-    path, *how = map(str, arguments)
-    if not (path.startswith("runs") or "/runs/" in path) or event == "open" and how[0] in "rb":
-        return
-    changes += 1
-    if changes == int(sys.argv[1]):
+def replace_or_die(source, target):
+    if "runs/a/" in str(target):
+        renamed.append(target)
+    if len(renamed) == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
 
-sys.addaudithook(count)
+os.replace = replace_or_die
 import train
-code = train.execute(sys.argv[2:])
-open("changes", "w").write(str(changes))
-sys.exit(code)
+train.execute(sys.argv[2:])
 """
 
 
-def run(folder, killed_at, *flags):
-    """Runs train.py, and kills it before the nth change to a file of the run; 0: not."""
-    command = [sys.executable, "-c", CHILD, str(killed_at), *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode in (0, -9) and "Traceback" not in done.stderr, done.stderr
-    return done.returncode
+def assert_alike(run, whole):
+    """The same metrics, rollouts, weights and names of files, pages apart."""
+    assert metrics_of(run) == metrics_of(whole)
+    for name in (
+        "rollouts.jsonl",
+        *(str(p.relative_to(whole)) for p in whole.rglob("*.safetens*")),
+    ):
+        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
+    names = [
+        {str(p.relative_to(r)) for p in r.rglob("*") if p.suffix != ".png"} for r in (run, whole)
+    ]
+    assert names[0] == names[1]
+    assert not list(run.parent.rglob(".part-*"))
 
 
-def metrics_of(folder):
-    records = read_records(folder / "runs/a/metrics.jsonl")
-    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
+@pytest.mark.parametrize(
+    "number",
+    [n if n in (4, 8, 12) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 13)],
+)
+def test_a_run_that_is_killed_at_a_rename_resumes_to_the_same(command, tmp_path, number):
+    flags = [*FLAGS, *SETTINGS[number % 3].split()]
+    assert command("--run-name", "whole", *flags)[0] == 0
+    killed = subprocess.run(
+        [sys.executable, "-c", CHILD, str(number), "--run-name", "a", *flags],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert killed.returncode == -9, killed.stderr
+    code, _, err = command("--resume", "runs/a")
+    assert code == 0, err
+    assert_alike(Path("runs/a"), Path("runs/whole"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_killed_run_resumes_to_the_same_metrics(setting, tmp_path):
-    whole, folder, draws = tmp_path / "whole", tmp_path / "killed", random.Random(1)
-    whole.mkdir(), folder.mkdir()
-    flags = [*FLAGS, *SETTINGS[setting].split()]
-    assert run(whole, 0, *flags) == 0
-    changes = int((whole / "changes").read_text())
-    kills = [draws.randint(1, changes), draws.randint(1, changes // 2)]
-    ends = []
-    for killed_at in [*kills, 0]:
-        again = ("--resume", "runs/a") if (folder / "runs/a").exists() else flags
-        ends.append(run(folder, killed_at, *again))
-    assert ends[0] == -9 and ends[-1] == 0
-    assert metrics_of(folder) == metrics_of(whole)
-    assert not list(folder.glob("runs/a/**/.part*"))
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(command, monkeypatch):
+    written, save_file = [], checkpoint.save_file
+
+    def fill(tensors, file, *rest):
+        written.append(file)
+        if len(written) == 3:  # after the warm start, after update 1, after update 2
+            raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+        save_file(tensors, file, *rest)
+
+    assert command("--run-name", "whole", *FLAGS)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", fill)
+        code, _, err = command("--run-name", "a", *FLAGS)
+    assert code == 1 and err.count("\n") == 1 and "No space left on device" in err
+    assert "python train.py --resume runs/a" in err
+    saved = sorted(path.name for path in Path("runs/a/checkpoint").iterdir())
+    assert saved == ["000002-000000", "000002-000002"]
+    assert command("--resume", "runs/a")[0] == 0
+    assert_alike(Path("runs/a"), Path("runs/whole"))

@@ -93,7 +93,7 @@ def test_an_older_copy_samples_with_its_weights_and_the_policy_keeps_its_own(
     assert copy.sample(prompts, PARAMS) == before != TorchSampler(policy).sample(prompts, PARAMS)
     assert all(map(torch.equal, weights, now))
     (made.folder_of(0) / "weights.safetensors").write_bytes(b"")
-    with pytest.raises(UsageError, match="this older copy is damaged"):
+    with pytest.raises(UsageError, match="cannot be read"):
         OlderCopy(policy, made.folder_of(0)).sample(prompts, PARAMS)
 
 

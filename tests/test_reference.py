@@ -42,18 +42,12 @@ def test_the_reference_stays_the_same_when_the_policy_is_trained(qwen3_folder, t
     assert reference_bytes(Config(), policy) == 0
 
 
-def test_a_damaged_reference_is_refused(qwen3_folder, tmp_path):
+def test_a_reference_that_cannot_be_read_is_refused(qwen3_folder, tmp_path):
     policy = load_policy(Config(device="cpu"), str(qwen3_folder))
-    before = hidden(policy)
-    with pytest.raises(UsageError, match=r"reference, .* cannot be read"):
-        freeze_reference(policy, tmp_path, next_update=2)
-    freeze_reference(policy, tmp_path, next_update=0)
-    file = tmp_path / "reference/weights.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(UsageError, match="reference"):
+    with pytest.raises(UsageError, match=r"reference/weights.safetensors cannot be read"):
         freeze_reference(policy, tmp_path, next_update=2)
     # before update 1 the policy itself is the reference
+    before = hidden(policy)
     assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update=1)), before)
     freeze_reference(policy, tmp_path, next_update=2)
 

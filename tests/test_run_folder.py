@@ -1,8 +1,5 @@
 """A run folder has a name, a config.yaml and a date, and one process writes it."""
 
-import errno
-import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -94,17 +91,6 @@ with lock_run(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); 
     first.wait()
     with opened(run, new=False):
         pass
-
-
-def test_a_disk_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):
-    def flock(handle, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    for new in (True, False):  # nothing that stays says that the folder is in use
-        with opened(tmp_path / "a", new):
-            pass
-        assert capsys.readouterr().err.count("no locks") == 1
 
 
 def test_what_killed_processes_left_is_removed(tmp_path):

@@ -111,7 +111,6 @@ def test_pickled_weights_of_a_model_are_not_read(tmp_path, marker, monkeypatch):
 
 
 def test_a_checkpoint_is_read_without_running_it(tmp_path, policy, marker):
-    """Its checksums are right: an attacker who writes one file can write the other."""
     optimizer = make_optimizer(policy, 0.1)
     (tmp_path / "config.yaml").write_text("algo: grpo\n")
     evil = SimpleNamespace(state_dict=lambda: {"adamw": Evil(marker)})

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -126,7 +125,7 @@ def raise_in(patch, name, number):
 def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
     command, monkeypatch, whole_run
 ):
-    """It stops in its warm start and crashes in update 3; then its newest checkpoint is damaged."""
+    """It stops in its warm start and crashes in update 3."""
     before, updates = signal.getsignal(signal.SIGTERM), []
     with monkeypatch.context() as patch:
         raise_in(patch, "sft_step", signal.SIGTERM)
@@ -146,11 +145,7 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
         patch.setattr(train, "shape_rewards", die_in_update_3)
         with pytest.raises(ZeroDivisionError):
             command("--resume", "runs/cut")
-    _, newest = sorted(Path("runs/cut/checkpoint").iterdir())
-    weights = newest / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    code, out, _ = command("--resume", "runs/cut")
-    assert code == 0 and f"{newest} is damaged" in out
+    assert command("--resume", "runs/cut")[0] == 0
     assert "4 updates are done: a higher --num-updates" in command("--resume", "runs/cut")[1]
     assert metrics_of("runs/cut") == metrics_of(whole_run)
 
@@ -201,24 +196,6 @@ def test_the_model_has_the_last_weights_though_their_update_was_not_saved(comman
     model = load_file("runs/a/model/model.safetensors")
     assert saved.name == "000000-000002" and weights.keys() == model.keys()
     assert not all(torch.equal(weights[name], model[name]) for name in model)
-
-
-def test_a_full_disk_ends_a_run_though_training_does_not_wait_for_the_checkpoint(
-    command, monkeypatch
-):
-    names = []
-
-    def full(*_):
-        names.append(threading.current_thread().name)
-        raise OSError(28, "No space left on device", "weights.safetensors")
-
-    monkeypatch.setattr(checkpoint, "_write", full)
-    flags = "--sft-steps 0 --num-updates 40 --eval-num-tasks 0 --save-every 0 --run-name a"
-    code, _, err = command(*SMALL, *flags.split())
-    assert code == 1 and "No space left on device" in err and err.count("\n") == 1
-    assert "python train.py --resume runs/a" in err
-    assert names == ["writer"]
-    assert len(metrics_of("runs/a")) < 1 + 40
 
 
 def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(

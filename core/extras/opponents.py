@@ -25,7 +25,7 @@ from core.config import Config
 from core.context import Agent
 from core.episodes import Episode, RolloutCollector
 from core.faults import UsageError
-from core.files.atomic import remove, sealed, unseal
+from core.files.atomic import published, remove
 from core.files.checkpoint import copy_weights, save_weights
 from core.files.models import load_exported
 from core.policy import Policy, borrowed
@@ -43,13 +43,10 @@ class OlderCopy(TorchSampler):
 
     def __init__(self, policy: Policy, folder: Path):
         super().__init__(policy)
-        self.folder, self.is_intact = folder, False
+        self.folder = folder
 
     def step(self) -> list[tuple[Request, Completion]]:
-        """As `TorchSampler.step`. Raises UsageError if the folder is missing or damaged."""
-        if not self.is_intact and (fault := unseal(self.folder)[1]):
-            raise UsageError(f"{self.folder}: this older copy {fault}")
-        self.is_intact = True
+        """As `TorchSampler.step`. Raises UsageError if the folder cannot be read."""
         weights, ended = self.policy.trainable(), list[tuple[Request, Completion]]()
         with borrowed(weights):  # on exit the policy has its own again, bit for bit
             copy_weights(self.folder, weights)
@@ -117,7 +114,8 @@ class Opponents:
         if all(update % k for k in intervals):
             return
         if distributed.rank() == 0:
-            with sealed(self.folder_of(update), {}) as part:
+            with published(self.folder_of(update)) as part:
+                part.mkdir(parents=True)
                 save_weights(part, self.policy.trainable())
             starts = (update, *saved_updates(self.run))  # a resumed run starts at one of these
             needed = {0, *(n for start in starts for k in intervals for n in copies_at(start, k))}
@@ -138,8 +136,8 @@ def copies_at(update: int, interval: int) -> list[int]:
 
 
 def saved_updates(run: Path) -> list[int]:
-    """The last finished update of each checkpoint, also of the one that is being written."""
-    names = [path.stem.partition("-")[2] for path in (run / "checkpoint").glob("[0-9]*-*")]
+    """The last finished update of each checkpoint."""
+    names = [path.name.partition("-")[2] for path in (run / "checkpoint").glob("[0-9]*-*")]
     return [int(name) - 1 for name in names if name.isdecimal()]
 
 

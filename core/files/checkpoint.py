@@ -4,49 +4,44 @@
         weights.safetensors              every trainable parameter
         optimizer.pt                     moments, and float32 master weights if there are any
         older.safetensors                with --staleness: those of the updates before
-        state.json                       progress, settings, and checksums of the other files
+        state.json                       progress and settings
 
-A checkpoint is copied to the host's memory, if there is enough, and written while training goes on
-(core/loop/writer.py): under another name, flushed to disk and renamed, so it is complete as soon as
-it exists. The two newest are kept, and a damaged one is skipped when a run resumes. The first is of
-the warm start or of update 1: a run that is killed before it is written starts again. Random states
-are not saved: every update derives its seeds from --seed and its own number.
+A checkpoint is written under another name and renamed, so it is complete as soon as it exists. The
+two newest are kept. The first is of the warm start or of update 1: a run that is killed before it
+is written starts again. Random states are not saved: every update derives its seeds from --seed
+and its own number.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from core import distributed
 from core.config import TINY
-from core.faults import UsageError, ran_out
-from core.files.atomic import PART, flush, published, remove, sealed, unseal
+from core.faults import UsageError
+from core.files.atomic import published, remove
 from core.files.run_folder import train_command
 from core.files.run_log import METRICS, iter_records
-from core.memory import host_free_bytes
-from core.optimizer import MasterAdamW, pinned_copy
+from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 
-# calls what writes into a folder, and about how many bytes
-Start = Callable[[Callable[[], None], Path, int], None]
-
 KEEP = 2  # checkpoints
+USE_BEFORE = "delete this checkpoint to use the one before it"
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
+STATE = "state.json"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 MODEL = "model.safetensors"  # transformers' name
-UNFINISHED = ".unfinished"  # ends the name of an empty file beside it while one is written
-COPY_SHARE = 0.5  # of the free memory, at most, for the copy of a checkpoint
-COPY_BYTES = 2 * 10**9  # the same where free memory cannot be measured
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0}
 
@@ -57,7 +52,6 @@ class ResumePoint:
 
     folder: Path | None = None
     progress: dict[str, Any] = field(default_factory=START.copy)
-    remarks: list[str] = field(default_factory=list)  # one line per damaged checkpoint
 
 
 def save_checkpoint(
@@ -66,33 +60,30 @@ def save_checkpoint(
     optimizer: MasterAdamW,
     progress: dict[str, Any],
     older: Sequence[Weights] = (),
-    start: Start | None = None,
 ) -> Path:
     """Write a checkpoint of the run folder `run` and return its folder; delete old ones.
 
     `progress` has at least "sft_step" and "update"; `older`: see core/loop/staleness.py. All ranks
-    call it, and rank 0 writes. `start` lets a thread write (core/loop/writer.py): then this
-    returns once all tensors are copied, unless the copy would take too much memory. Raises OSError,
-    or that thread does, if the disk is full or read-only; earlier checkpoints are unchanged then.
+    call it, and rank 0 writes. Raises OSError if the disk is full or read-only; earlier checkpoints
+    are unchanged then.
     """
     target = folder_of(run, progress)
     if distributed.rank() > 0:
         return target
-    state = {WEIGHTS: policy.trainable(), OPTIMIZER: optimizer.state_dict()}
     settings = yaml.safe_load((run / "config.yaml").read_bytes())
     facts = {"progress": progress, "settings": settings}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.with_name(f"{target.name}{UNFINISHED}").touch()
-    flush(target.parent)
-    sizes: list[int] = []
-    _each(lambda value: sizes.append(getattr(value, "nbytes", 0)), state)
-    num_bytes = sum(sizes)
-    copied = _copy_on_host(state, num_bytes) if start is not None else None
-    write = partial(_write, target, facts, copied or state, list(older))
-    if start is None or copied is None:
-        write()
-    else:
-        start(write, target.with_name(f"{PART}{target.name}"), num_bytes)
+    # a `target` that exists: the run was stopped right after it was saved
+    with published(target) as part:
+        part.mkdir(parents=True)
+        save_weights(part, policy.trainable())
+        if older:
+            named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
+            save_weights(part, named, OLDER)
+        with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
+            torch.save(optimizer.state_dict(), file)
+        (part / STATE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    for old in _newest_first(target.parent)[KEEP:]:
+        remove(old)
     return target
 
 
@@ -102,82 +93,24 @@ def folder_of(run: Path, progress: dict[str, Any]) -> Path:
     return run / "checkpoint" / name
 
 
-def _write(
-    target: Path, facts: dict[str, Any], state: dict[str, Any], older: list[Weights]
-) -> None:
-    try:
-        # a `target` that exists is damaged, or the run was stopped right after it was saved
-        with sealed(target, facts) as part:
-            save_weights(part, state[WEIGHTS])
-            if older:
-                named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
-                save_weights(part, named, OLDER)
-            with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
-                torch.save(state[OPTIMIZER], file)
-    finally:
-        marks = target.parent.glob(f"*{UNFINISHED}") if _newest_first(target.parent) else ()
-        for mark in marks:  # a run without a complete checkpoint keeps them, and begins again
-            remove(mark)
-    for old in _newest_first(target.parent)[KEEP:]:
-        remove(old)
-
-
-def _copy_on_host(state: dict[str, Any], num_bytes: int) -> dict[str, Any] | None:
-    """`state` with copies of its tensors in the host's memory; None: they may not fit."""
-    free = host_free_bytes()
-    if num_bytes > (COPY_BYTES if free is None else COPY_SHARE * free):
-        return None
-    try:
-        return _on_host(state)
-    except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
-            raise
-        return None
-
-
-def _on_host(state: Any) -> Any:
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.device.type != "cuda":
-            return value.detach().to("cpu", copy=True)
-        copy = torch.empty(value.shape, dtype=value.dtype)
-        return copy.copy_(pinned_copy(value.detach(), value.dtype))
-
-    return _each(copied, state)
-
-
-def _each(change: Callable[[Any], Any], state: Any) -> Any:
-    """`state` with `change` applied to all in it but dicts, lists and tuples."""
-    if isinstance(state, dict):
-        return {key: _each(change, value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_each(change, value) for value in state)
-    return change(state)
-
-
 def find_checkpoint(run: Path) -> ResumePoint:
-    """The newest intact checkpoint of a run, or its beginning if it has no checkpoint yet.
+    """The newest checkpoint of a run, or its beginning if it has no checkpoint yet.
 
-    Raises UsageError if all its checkpoints are damaged or lost.
+    Raises UsageError if its checkpoints are lost, or if the newest cannot be read.
     """
     folders = _newest_first(run / "checkpoint")
     if not folders:
         # the first one is that of update 1
-        begun = any((run / "checkpoint").glob(f"*{UNFINISHED}"))
         updates = (record.get("update") for record in iter_records(run / METRICS))
-        if not begun and any(update not in (None, 0, 1) for update in updates):
+        if any(update not in (None, 0, 1) for update in updates):
             raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: restore it, or "
                              "start again with another --run-name")  # fmt: skip
-        return ResumePoint(remarks=[f"{run} has no checkpoint yet: starting from the beginning"])
-    remarks: list[str] = []
-    for folder in folders:
-        facts, fault = unseal(folder)
-        if not fault:
-            return ResumePoint(folder, facts["progress"], remarks)
-        remarks.append(f"{folder} {fault}: using an older checkpoint")
-    raise UsageError(f"--resume {run}: {folders[0]} {fault}, and there is no intact checkpoint; "
-                     "restore the file, or start again with another --run-name")  # fmt: skip
+        return ResumePoint()
+    file = folders[0] / STATE
+    try:
+        return ResumePoint(folders[0], json.loads(file.read_bytes())["progress"])
+    except (OSError, ValueError, LookupError) as error:
+        raise UsageError(f"--resume: {file} cannot be read ({error}): {USE_BEFORE}") from None
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> None:
@@ -191,7 +124,8 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
     try:  # several ranks share the memory of a mapped file
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # any, as the file may contain anything
-        raise UsageError(f"--resume: {file} is not a state that torch saved") from error
+        reason = f"is not a state that torch saved: {USE_BEFORE}"
+        raise UsageError(f"--resume: {file} {reason}") from error
     check_state(state, optimizer.state_dict(), str(file))
     optimizer.load_state_dict(state)
 
@@ -217,8 +151,7 @@ def check_state(saved: Any, own: Any, place: str) -> None:
         return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
     if _each(kind, saved) != _each(kind, own):
-        raise UsageError(f"--resume: {place} is not of this optimizer: delete this checkpoint to "
-                         "use the one before it")  # fmt: skip
+        raise UsageError(f"--resume: {place} is not of this optimizer: {USE_BEFORE}")
 
 
 def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHTS) -> None:
@@ -231,13 +164,18 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHT
 def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True) -> None:
     """Copy what `save_weights` wrote to `folder` into `weights`.
 
-    Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ.
+    Raises UsageError if the file cannot be read, or if names, shapes or, with `same_dtype`, dtypes
+    differ.
     """
 
     def kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype | None]:
         return tuple(tensor.shape), tensor.dtype if same_dtype else None
 
-    saved = load_file(folder / WEIGHTS)
+    try:
+        saved = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        advice = "restore it, or delete the checkpoint that it is of to use the one before"
+        raise UsageError(f"{folder / WEIGHTS} cannot be read ({error}): {advice}") from None
     if {n: kind(t) for n, t in saved.items()} != {n: kind(w) for n, w in weights.items()}:
         raise UsageError(f"the model in {folder} differs from the one configured: restore the one "
                          "that has changed")  # fmt: skip
@@ -282,15 +220,14 @@ def has_names_of_model(policy: Policy) -> bool:
 def base_model(run: Path, model_id: str) -> str:
     """What to load as the model before training: `model_id`, but of tiny the copy in the run.
 
-    Raises UsageError if that copy is missing or damaged.
+    Raises UsageError if that copy is missing.
     """
     if model_id not in TINY:
         return model_id
     base = run / "base"
-    fault = unseal(base)[1] if base.is_dir() else "is missing"
-    if fault:
+    if not base.is_dir():
         resume = train_command("--resume", str(run))
-        raise UsageError(f"{base}, the model before training, {fault}; it is made again by "
+        raise UsageError(f"{base}, the model before training, is missing; it is made again by "
                          f"{resume}")  # fmt: skip
     return str(base)
 
@@ -298,3 +235,12 @@ def base_model(run: Path, model_id: str) -> str:
 def _newest_first(root: Path) -> list[Path]:
     names = (path for path in root.glob("*") if re.fullmatch(r"\d{6,}-\d{6,}", path.name))
     return sorted((path for path in names if path.is_dir()), reverse=True)
+
+
+def _each(change: Callable[[Any], Any], state: Any) -> Any:
+    """`state` with `change` applied to all in it but dicts, lists and tuples."""
+    if isinstance(state, dict):
+        return {key: _each(change, value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_each(change, value) for value in state)
+    return change(state)

@@ -1,13 +1,13 @@
 """The models of a run that are no plain folder and no Hub id: tiny, smollm2, and those of runs."""
 
-import sys
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from core.config import SMOLLM2, TINY, Config
-from core.files.atomic import sealed, unseal
-from core.files.checkpoint import ADAPTERS, base_model
+from core.files.atomic import published
+from core.files.checkpoint import ADAPTERS, STATE, base_model
 from core.files.run_folder import read_settings
 from core.loading import load_policy
 from core.policy import Policy
@@ -51,13 +51,13 @@ def folder_of_model(
         return model_id
     if tiny_folder is None:
         return str(PRETRAINED) if model_id == "tiny" else model_id
-    facts, fault = unseal(tiny_folder)
-    first = facts.get("seed", seed)
-    if has_trained:
+    state = tiny_folder / STATE
+    first = json.loads(state.read_bytes()).get("seed", seed) if state.exists() else None
+    if has_trained and first is not None:
         seed = first
-    if fault or seed != first:
-        if fault and tiny_folder.exists():
-            print(f"{tiny_folder} {fault}: making it again", file=sys.stderr)
-        with sealed(tiny_folder, {"seed": seed}) as part:
+    if seed != first:
+        with published(tiny_folder) as part:
+            part.mkdir(parents=True)
             write_tiny(model_id, part, seed)
+            (part / STATE).write_text(json.dumps({"seed": seed}), encoding="utf-8")
     return str(tiny_folder)

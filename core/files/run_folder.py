@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -46,7 +45,6 @@ from environments.plumbing.registry import EnvSpec
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()
 }
-NO_LOCKS = {getattr(errno, e) for e in "ENOSYS ENOLCK ENOTSUP EOPNOTSUPP".split()}
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 # Settings that config.yaml of an older run may name; they are left out
 REMOVED = "min_p overlong_buffer patience shard_optimizer stop_on".split()
@@ -305,27 +303,13 @@ def write_config(run: Path, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    """The operating system releases the lock if this process dies; the file stays.
-
-    Where a disk has no locks, filelock would take a file that exists for a lock, and a killed run
-    would block its folder: this prints a warning instead.
-    """
+    """The operating system releases the lock if this process dies; the file stays."""
     lock = filelock.FileLock(run / ".lock", timeout=0)
     try:
-        with warnings.catch_warnings(action="ignore"):
-            lock.acquire()
-        has_locks = not isinstance(lock, filelock.SoftFileLock)
+        lock.acquire()
     except filelock.Timeout:
         raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
                          "--run-name") from None  # fmt: skip
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        has_locks = False
-    if not has_locks:
-        lock.release()
-        print(f"warning: the disk of {run} has no locks: start no second process in this folder",
-              file=sys.stderr)  # fmt: skip
     try:
         yield
     finally:

@@ -3,9 +3,6 @@
 metrics.jsonl   one object per update ("update") and per 20 warm-start steps ("sft_step")
 rollouts.jsonl  one object per rollout: messages, rewards, token traces. The file is rotated to
                 rollouts.old.jsonl at 50 MB, so the last 50 to 100 MB of rollouts are kept
-
-Both files are flushed to the disk before a checkpoint is written. The checkpoint stores the SHA-256
-of metrics.jsonl, so a resumed run knows whether all its records up to the checkpoint are there.
 """
 
 import importlib
@@ -18,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from core.faults import UsageError
-from core.files.atomic import flush, published, sync
+from core.files.atomic import published
 from core.results import Record
 from core.types import Rollout
 
@@ -63,16 +60,9 @@ class RunLog:
             scalars = {k: v for k, v in record.items() if not k.startswith(others)}
             self.tracker.log(scalars, step=record["update"])
 
-    def sync(self) -> None:
-        """Flushes both files to the disk."""
-        for file in (self.metrics_file, self.rollouts_file):
-            sync(file.fileno())
-        flush(self.folder)
-
     def log_rollouts(self, kind: str, update: int, rollouts: list[Rollout]) -> None:
         """Appends `rollouts` to rollouts.jsonl. `kind` is "train" or "eval"."""
         if self.rollouts_file.tell() > ROLLOUTS_BYTES:
-            sync(self.rollouts_file.fileno())
             self.rollouts_file.close()
             os.replace(self.folder / ROLLOUTS, self.folder / OLD_ROLLOUTS)
             self.rollouts_file = _open(self.folder / ROLLOUTS)

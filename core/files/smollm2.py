@@ -27,33 +27,31 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core.faults import UsageError
-from core.files.atomic import sealed, unseal
+from core.files.atomic import published
 
 NUM_BYTES = 270_000_000  # of the converted model
 CONTROL = 3  # GGUF's type of special tokens
 
 
 def smollm2_folder() -> Path:
-    """The folder of the converted model; converts it if the cache does not have it yet,
-    or has a damaged one.
+    """The folder of the converted model; converts it if the cache does not have it yet.
 
     Processes that call this at the same time wait for the first. Raises UsageError if a package is
     missing or the cache cannot be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "picorl").expanduser()
     folder = cache / "smollm2"
-    if not unseal(folder)[1]:
+    if folder.is_dir():
         return folder
     file = _gguf_file()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(cache / ".smollm2.lock"):
-            _, fault = unseal(folder)
-            if fault:
-                why = f" again, as it {fault}" if folder.exists() else " once"
-                print(f"converting {file.name} to {NUM_BYTES / 1e6:.0f} MB in {folder}{why}",
+            if not folder.is_dir():
+                print(f"converting {file.name} to {NUM_BYTES / 1e6:.0f} MB in {folder} once",
                       file=sys.stderr)  # fmt: skip
-                with sealed(folder, {}) as part:
+                with published(folder) as part:
+                    part.mkdir()
                     _convert(file, part)
     except OSError as error:
         raise UsageError(f"smollm2: cannot write {NUM_BYTES / 1e6:.0f} MB to {cache}: "

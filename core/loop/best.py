@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from core.files.atomic import published
+from core.files.atomic import remove
 from core.files.checkpoint import export_model
 from core.policy import Policy
 from core.results import Record
@@ -57,6 +57,6 @@ def export(run: Path) -> bool:
     """Makes the kept model the one that the run has trained. False if the run has none: a resumed
     one without a better evaluation has it already in model/."""
     if (run / FOLDER).is_dir():
-        with published(run / "model") as part:
-            (run / FOLDER).rename(part)
+        remove(run / "model")
+        (run / FOLDER).rename(run / "model")
     return (run / "model").is_dir()

@@ -41,7 +41,6 @@ from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.loop.reference import load_teacher, reference_bytes
 from core.loop.run import Run
-from core.loop.writer import Writer
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, adamw_8bit, fused_adamw, make_optimizer
 from core.policy import Policy, Weights
@@ -228,13 +227,13 @@ def _opened(
         Interrupt() as interrupt,
         run_log.RunLog(log_dir, settings, "none" if quiet else cfg.track) as log,
         _open_display(cfg, algorithm, policy, quiet) as display,
-        Writer(display) as writer,
         closing(_make_collector(cfg, policy, opponents, display.say)) as collector,
         closing(Ahead(interrupt)) as ahead,
     ):
         sampler.say = interrupt.say = display.say
-        lines = [*found.remarks, changed]
-        lines.append(notes.get("changed_code", ""))
+        lines = [changed, notes.get("changed_code", "")]
+        if not new and not found.folder:
+            lines.append(f"{folder} has no checkpoint yet: starting from the beginning")
         if not new and 0 < cfg.num_updates <= progress["update"]:
             lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
         lines += [*policy.remarks, sampler.remark]
@@ -247,7 +246,7 @@ def _opened(
         yield Run(
             cfg, info, algorithm, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
-            Outputs(cfg, folder, log, writer, display), display, interrupt, ahead, progress,
+            Outputs(cfg, folder, log, display), display, interrupt, ahead, progress,
             records, older, notes,
             {f"time/start_{name}_s": value for name, value in seconds.items()}, teacher,
             canary=({}, progress.get("canary", {})), read_out=_read_out(cfg, algorithm),

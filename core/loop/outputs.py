@@ -1,6 +1,5 @@
 """What a run writes into its folder while it goes on: records, checkpoints and pages."""
 
-import copy
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,6 @@ from core import distributed
 from core.config import Config
 from core.files import checkpoint, run_folder
 from core.files.run_log import RunLog
-from core.loop.writer import Writer
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 from core.report import write_pages
@@ -29,7 +27,6 @@ class Outputs:
     cfg: Config
     folder: Path  # runs/<name>
     run_log: RunLog
-    writer: Writer
     display: Display
     saved: Path | None = None  # the last checkpoint
     opened_at: float = field(default_factory=perf_counter)
@@ -44,17 +41,11 @@ class Outputs:
     ) -> bool:  # fmt: skip
         """Saves a checkpoint, or keeps the last one after an update without a finite gradient.
 
-        It is written while the run goes on. Returns whether there is one. After update 1 there
-        always is, as there is no earlier one.
+        Returns whether there is one. After update 1 there always is, as there is no earlier one.
         """
         if progress["skipped_in_a_row"] and progress["update"] > 1:
             return False
-        self.writer.wait()  # for the one before
-        self.run_log.sync()
-        progress = copy.deepcopy(progress)
-        self.saved = checkpoint.save_checkpoint(
-            self.folder, policy, optimizer, progress, older, self.writer.start
-        )
+        self.saved = checkpoint.save_checkpoint(self.folder, policy, optimizer, progress, older)
         return True
 
     def write_pages(self) -> None:

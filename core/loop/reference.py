@@ -15,7 +15,7 @@ from typing import Any
 from core import distributed
 from core.config import Config
 from core.faults import UsageError
-from core.files.atomic import sealed, unseal
+from core.files.atomic import published
 from core.files.checkpoint import copy_weights, save_weights
 from core.files.models import folder_of_model, untrained
 from core.loading import load_policy
@@ -27,19 +27,17 @@ FOLDER = "reference"
 def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Policy:
     """The reference of a run: copied from `policy` before update 1 ends, loaded from then on.
 
-    Raises UsageError if `next_update` is a later one and its folder is missing or damaged.
+    Raises UsageError if `next_update` is a later one and its folder cannot be read.
     """
     if policy.lora_rank:
         return replace(policy, value_head=None, disables_adapters=True)
     frozen = copy.deepcopy(policy.model).requires_grad_(False)
     folder, weights = run_folder / FOLDER, dict(frozen.named_parameters())  # tied ones once
     if next_update > 1:
-        if fault := unseal(folder)[1]:
-            raise UsageError(f"--resume: {folder}, the reference of the KL, {fault}: restore the "
-                             "folder, or start again with another --run-name")  # fmt: skip
         copy_weights(folder, weights)
     elif distributed.rank() == 0:
-        with sealed(folder, {}) as part:
+        with published(folder) as part:
+            part.mkdir()
             save_weights(part, weights)
     return replace(policy, model=frozen, value_head=None)
 

@@ -117,7 +117,6 @@ class Run:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
                 break
             self.interrupt.check()
-            self.outputs.writer.check()
             self.started_at = perf_counter()
             self.save_copy()
             self.info.updates_done = self.next_update - 1
