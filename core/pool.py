@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from core.calls import LONG, Calls, Outcome, in_thread, outcome_of, quick_calls
@@ -31,6 +32,7 @@ from environments.base import (
 from environments.plumbing.registry import EnvSpec, make
 
 POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
+FIRST, BUILT = defaultdict[EnvSpec, Lock](Lock), set[EnvSpec]()  # held while a spec is first built
 
 
 @dataclass(eq=False)  # so that a call can be the key of a dict
@@ -142,8 +144,10 @@ class Pool:
         self.quick.clear()
         at_work = {call.env for group in self.slow.clear() for call in group}
         unused = [env for env in self.lent if is_program(env.spec) or env not in at_work]
-        for env in unused:  # side by side, as one may hang
-            in_thread(env.close)
+        for env in unused:
+            if env.waits:
+                in_thread(env.close)
+        in_thread(lambda: [outcome_of(env.close) for env in unused if not env.waits])
         self.lent.clear()
 
     def say_once(self, line: str, key: Any = None) -> None:
@@ -164,12 +168,20 @@ class PooledEnv:
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         if self.game is None:
-            made = make(self.spec)
+            made = self.build()
             if isinstance(made, Env):
                 self.is_single, self.steps_together = True, has_step_batch(made)
                 made = self.prepare(made)
             self.made, self.game = made, as_multi(made)
         return checked_openings(self.game.reset(seed))
+
+    def build(self) -> Any:
+        with FIRST[self.spec]:  # the first one alone: it reads data that the others share
+            if self.spec not in BUILT:
+                made = make(self.spec)
+                BUILT.add(self.spec)
+                return made
+        return make(self.spec)
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         return self.checked(self.game.step(responses))

@@ -263,6 +263,24 @@ def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(
     assert kind is Pair or any(r.episode_truncated for r in expected)
 
 
+def test_the_first_of_those_that_wait_is_built_alone(policy, register, monkeypatch):
+    """What it reads, such as a data set that a function caches, is there for the others."""
+
+    class Reads(OneTurn):
+        waits, building, seen = True, 0, []
+
+        def __init__(self):
+            Reads.building += 1
+            time.sleep(0.05 if not Reads.seen else 0)
+            Reads.seen.append(Reads.building)
+            Reads.building -= 1
+
+    register(Reads)
+    monkeypatch.setattr(pool, "BUILT", set())
+    rollouts = RolloutCollector(policy, 1).collect(tasks(8), Scripted(policy), PARAMS)
+    assert Reads.seen[0] == 1 and len(Reads.seen) == 8 and not any(r.error for r in rollouts)
+
+
 def test_a_failure_costs_its_own_episode(policy, register, way):
     class Faulty(Uneven):
         def reset(self, seed):

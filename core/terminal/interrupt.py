@@ -56,7 +56,8 @@ class Interrupt:
     These are Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns before a job's time ends.
     SIGHUP says that the terminal is gone; what is printed from then on is lost. A signal that is
     ignored, as SIGHUP under nohup, stays ignored. In a thread other than the main one, where
-    Python has no signals, nothing is delayed. Quick calls (core/calls.py) end at once.
+    Python has no signals, nothing is delayed. While an update samples, a quick call (core/calls.py)
+    ends at once.
     """
 
     def __init__(self) -> None:
