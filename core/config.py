@@ -137,9 +137,6 @@ class SamplingOptions:
     sampler: Literal["auto", "torch", "vllm", "server", "openai"] = "auto"
     # URL of the server of --sampler server or openai, such as http://127.0.0.1:8000.
     base_url: Annotated[str, Needs("sampler=openai server")] = ""
-    # Folder in which the trainer and the server of --sampler server see the same files: the
-    # adapters.
-    adapter_folder: Annotated[str, Needs("sampler=server")] = ""
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
     # Run vLLM without torch.compile and CUDA graphs: starts sooner, samples more slowly.
@@ -293,7 +290,7 @@ COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code", "has_file")
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track run_name".split(),
-    *"env_timeout base_url adapter_folder eval_every eval_num_tasks".split(),
+    *"env_timeout base_url eval_every eval_num_tasks".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     *"overlap gpu_memory_utilization vllm_eager".split(),
 }
@@ -330,7 +327,7 @@ def resolve(cfg: Config) -> Config:
     `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it. Imports the
     algorithm; raises UsageError if that fails.
     """
-    named = ("model_id", "teacher", "adapter_folder")
+    named = ("model_id", "teacher")
     folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
     cfg = replace(cfg, options=(cfg.options or options_of(cfg.algo)()).with_preset())
@@ -468,9 +465,6 @@ def _problems(cfg: Config) -> Iterator[str]:
         if not cfg.lora_rank:
             yield ("--sampler server sends adapters only: add --lora-rank, or train all weights "
                    "with another sampler")  # fmt: skip
-        if not cfg.adapter_folder:
-            yield ("--sampler server needs --adapter-folder DIR, where the server finds the "
-                   "adapters of --lora-rank")  # fmt: skip
     yield from _task_problems(cfg)
     yield from _algorithm_problems(cfg)
 

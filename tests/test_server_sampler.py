@@ -33,7 +33,7 @@ PROMPTS = [[65, 66, 67]] * 4 + [[70, 71]] * 4
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=5)
 RUN = """--lora-rank 4 --num-updates 3 --num-prompts 2 --group-size 4 --eval-num-tasks 4
     --save-every 0 --eval-every 0 --max-tokens 16 --lr 1e-2 --entropy-coef 0.1
-    --max-model-len 512 --device cpu --sampler server --adapter-folder adapters
+    --max-model-len 512 --device cpu --sampler server
     --base-url http://127.0.0.1:8000""".split()
 
 
@@ -91,7 +91,7 @@ def learnt(policy):
 
 
 def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(server, policy, tmp_path):
-    sampler = ServerSampler(policy, URL + "/v1/", str(tmp_path / "adapters"))
+    sampler = ServerSampler(policy, URL + "/v1/", tmp_path / "adapters")
     first, old = sampler.sample(PROMPTS, PARAMS), sampler.name
     assert sampler.sample(PROMPTS, PARAMS) == first  # with the same seeds
     learnt(policy)
@@ -101,9 +101,9 @@ def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(server
     assert now < 1e-5 < 0.1 < before and sampler.sync_seconds is not None
     names = [body["model"] for path, body in server.asked if path == SAMPLE]
     assert names[1:] == [old] * 16 + [sampler.name] * 8 and old != sampler.name
-    assert len([*tmp_path.glob("adapters/*/*")]) == 1  # the present one
+    assert len([*tmp_path.glob("adapters/*")]) == 1  # the present one
     sampler.close()
-    assert not [*tmp_path.glob("adapters/*")]
+    assert not (tmp_path / "adapters").exists()
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_a_server_that_does_not_suit_is_refused(server, policy, tmp_path, path, 
     server.instead = lambda asked, body: answer if path == asked else None
     server.policy.causal_lm.lm_head.weight.data *= 1 if path else 1.1
     with pytest.raises(UsageError, match=f"^--base-url {URL}: .*{words}"):
-        ServerSampler(policy, URL, str(tmp_path / "adapters"))
-    assert not [*tmp_path.glob("adapters/*")]
+        ServerSampler(policy, URL, tmp_path / "adapters")
+    assert not (tmp_path / "adapters").exists()
 
 
 def test_tokens_of_other_weights_and_parts_of_completions_are_not_taken(server, policy, tmp_path):
-    sampler = ServerSampler(policy, URL, str(tmp_path))
+    sampler = ServerSampler(policy, URL, tmp_path / "adapters")
     for answer in (completion("base", [5], [-1.0]), completion(sampler.name, [5], [-1.0], "abort")):
         server.instead = lambda path, body, answer=answer: (200, answer)
         with pytest.raises(NoServer, match=f"no whole completion of {sampler.name}"):
@@ -145,6 +145,7 @@ def test_a_server_that_fails_ends_the_run_which_goes_on_to_the_same_metrics(
     code, _, err = command(*flags, "--run-name", "a")
     assert code == 1 and "status 503" in err and "--resume runs/a" in err
     assert find_checkpoint(Path("runs/a")).progress["update"] == 2  # not only update 1
+    assert not Path("runs/a/adapters").exists()
     server.instead = lambda path, body: None
     assert command("--resume", "runs/a")[0] == 0
     assert metrics_of("runs/a") == metrics_of("runs/whole")
@@ -184,7 +185,7 @@ def test_two_engines_of_vllm_behind_one_address_have_the_adapter_of_each_update(
     code, _, err = command(
         *"--lora-rank 8 --lr 1e-3 --num-updates 4 --num-prompts 8 --eval-num-tasks 0".split(),
         *"--max-model-len 512 --device cpu --run-name a --sampler server --overlap".split(),
-        *("--adapter-folder", "adapters", "--base-url", engines),
+        *("--base-url", engines),
     )
     assert (code, err) == (0, "")
     _, first, *updates = metrics_of("runs/a")

@@ -24,8 +24,7 @@ from core.loop.open import prepare
 from environments.plumbing.installed import NEEDED
 
 ROOT = Path(__file__).parent.parent
-SERVER = {"sampler": "server", "base_url": "http://127.0.0.1:9", "adapter_folder": "a",
-          "lora_rank": 4}  # fmt: skip
+SERVER = {"sampler": "server", "base_url": "http://127.0.0.1:9", "lora_rank": 4}
 SETTINGS = [  # invalid settings, and what the message names
     ({"lr": math.nan}, "--lr"),  # the range of a number
     ({"algo": "ppo", "options": PpoOptions(gae_lambda=95)}, "--ppo.gae-lambda"),
@@ -44,7 +43,6 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
     ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
     ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
-    (SERVER | {"adapter_folder": ""}, "--adapter-folder"),
     (SERVER | {"base_url": "http://127.0.0.1:8,http://127.0.0.1:9"}, "--base-url must look like"),
     (SERVER | {"base_url": ""}, "--base-url must look like"),
     (SERVER | {"lora_rank": 0}, "sends adapters only: add --lora-rank"),

@@ -2,10 +2,10 @@
 
 Token ids go to the server; token ids and the log-probs of the distribution that they were drawn
 from come back, so a turn is as exact as with the other samplers. `sync` writes the LoRA adapter
-into a folder that the server sees, and lets it load that: vLLM gives it to all engines behind the
-address. Each version has a name and a path of its own, and each completion comes with the name of
-what sampled it, so no token of other weights is trained. (With one name for all, vLLM's prefix
-cache would go on with keys and values of the adapter before.)
+into a folder of the run, which the server sees, and lets it load that: vLLM gives it to all engines
+behind the address. Each version has a name and a path of its own, and each completion comes with
+the name of what sampled it, so no token of other weights is trained. (With one name for all, vLLM's
+prefix cache would go on with keys and values of the adapter before.)
 
 A server that fails ends the run; a resumed run gives it the adapter again.
 """
@@ -41,14 +41,14 @@ PROBE = SamplingParams(max_tokens=16, temperature=0.7)  # unlike 1, it shows oth
 
 
 class ServerSampler(Sampler):
-    """Samples on the server at `base_url`, which sees `adapter_folder` under the same path.
+    """Samples on the server at `base_url`, which sees `folder`, for adapters, at the same path.
 
     Raises UsageError if it does not answer, or has another model than `policy`.
     """
 
     alone = True
 
-    def __init__(self, policy: Policy, base_url: str, adapter_folder: str):
+    def __init__(self, policy: Policy, base_url: str, folder: Path):
         self.policy, self.url = policy, base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else {}
         # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
@@ -56,8 +56,8 @@ class ServerSampler(Sampler):
         self.client = httpx.Client(headers=headers, timeout=LIMIT, limits=pool, trust_env=False)
         self.calls, self.version = Calls(AT_ONCE, 0), 0
         # no other run, and no restart of this one, has adapters of this name
-        stem = distributed.broadcast_from_rank_0(lambda: f"picorl-{uuid.uuid4().hex[:8]}")
-        self.folder = Path(adapter_folder).absolute() / stem
+        self.stem = distributed.broadcast_from_rank_0(lambda: f"picorl-{uuid.uuid4().hex[:8]}")
+        self.folder = folder.absolute()
         try:
             with canary.noise(policy):  # a new adapter changes nothing, so nothing would show
                 self.sync()
@@ -73,7 +73,7 @@ class ServerSampler(Sampler):
     @property
     def name(self) -> str:
         """Of the present adapter."""
-        return f"{self.folder.name}-v{self.version}"
+        return f"{self.stem}-v{self.version}"
 
     def sync(self) -> None:
         """Gives the server the present adapter. Sets `sync_seconds`.
@@ -86,16 +86,15 @@ class ServerSampler(Sampler):
 
     def _load(self) -> NoServer | None:
         """Writes the adapter, and lets the server load it. Returns what went wrong."""
-        path, before = self.folder / f"v{self.version}", self.folder / f"v{self.version - 1}"
+        path = self.folder / self.name
         try:
             # True or "auto" would ask the Hub about the base model, at each update
             self.policy.model.save_pretrained(path, save_embedding_layers=False)
             self._ask(LOAD, {"lora_name": self.name, "lora_path": str(path)})
-        except (FileExistsError, NotADirectoryError):
-            raise UsageError(f"--adapter-folder {self.folder.parent} is no folder") from None
         except NoServer as failure:
             return failure
-        shutil.rmtree(before, ignore_errors=True)
+        for other in {*self.folder.iterdir()} - {path}:
+            shutil.rmtree(other, ignore_errors=True)
         return None
 
     def _gap(self) -> float:

@@ -214,7 +214,7 @@ def _opened(
         teacher = load_teacher(cfg, policy) if cfg.teacher else None
         reserved = reference_bytes(cfg, policy)
         loaded = perf_counter()
-        sampler = _make_sampler(cfg, policy, algorithm, reserved)
+        sampler = _make_sampler(cfg, policy, algorithm, reserved, folder)
         seconds = {"model": loaded - started, "sampler": perf_counter() - loaded}
         if owns_process():
             seconds["import"] = started - STARTED
@@ -302,7 +302,9 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     )
 
 
-def _make_sampler(cfg: Config, policy: Policy, algorithm: Algorithm, reserved: int) -> Sampler:
+def _make_sampler(
+    cfg: Config, policy: Policy, algorithm: Algorithm, reserved: int, folder: Path
+) -> Sampler:
     if cfg.sampler == "openai":
         from core.extras.openai_sampler import OpenAISampler
 
@@ -310,7 +312,7 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Algorithm, reserved: i
     if cfg.sampler == "server":
         from core.extras.server_sampler import ServerSampler
 
-        return ServerSampler(policy, cfg.base_url, cfg.adapter_folder)
+        return ServerSampler(policy, cfg.base_url, folder / "adapters")
     if algorithm.draw:
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept
