@@ -246,8 +246,6 @@ class LoggingOptions:
     # Run the Python code that comes with the model of --model-id or --teacher.
     trust_remote_code: bool = False
     save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
-    # Sampled tokens per update that report.html shows one by one; 0: none.
-    microscope: Count = 1024
     # Also send the metrics to this tracker.
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
 

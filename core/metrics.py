@@ -76,15 +76,14 @@ class UpdateStats:
         if "varentropy" in tokens:
             of_all["surprise"] = -(tokens.logprobs + tokens.entropy).sum().item()
             of_all["varentropy"] = tokens.varentropy.sum().item()
-        if self.cfg.microscope:
-            gradient = tokens.logprobs.grad
-            if gradient is None:  # no token of the micro-batch has one
-                gradient = torch.zeros_like(tokens.logprobs)
-            of_all["push"] = gradient.abs().sum().item()
-            weights = [tokens.token_weights, tokens.importance_weights]
-            numbers = [tokens.number, tokens.logprobs, *weights, gradient]
-            seen = torch.stack([x.cpu().double() for x in numbers])
-            self.seen.append((len(self.pushes), seen))
+        gradient = tokens.logprobs.grad
+        if gradient is None:  # no token of the micro-batch has one
+            gradient = torch.zeros_like(tokens.logprobs)
+        of_all["push"] = gradient.abs().sum().item()
+        weights = [tokens.token_weights, tokens.importance_weights]
+        numbers = [tokens.number, tokens.logprobs, *weights, gradient]
+        seen = torch.stack([x.cpu().double() for x in numbers])
+        self.seen.append((len(self.pushes), seen))
         _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
 
     def end_minibatch(self, epoch: int) -> None:

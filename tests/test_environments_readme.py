@@ -121,7 +121,7 @@ def test_the_rows_and_functions_of_a_notebook_are_trained_on(command, monkeypatc
         exec(block("of_objects"), {})
     small = {"max_tokens": 4, "num_prompts": 2, "group_size": 2, "eval_num_tasks": 2}
     for cfg, data in runs:
-        cfg = replace(cfg, num_updates=1, microscope=0, device="cpu", **small)
+        cfg = replace(cfg, num_updates=1, device="cpu", **small)
         assert train.run(cfg, **data) == 0
     assert Path("runs/sums").exists() and len(runs) == 2
 

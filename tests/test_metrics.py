@@ -133,7 +133,7 @@ def test_wilson_interval_by_hand_and_at_one():
 )
 def test_update_stats_by_hand(cap, mode, capped):
     """Two epochs; the second has a step on three tokens and one on two, one of them in the loss."""
-    cfg = Config(tis_cap=cap, tis_mode=mode, microscope=0)
+    cfg = Config(tis_cap=cap, tis_mode=mode)
     rollouts = [rollout(1.0, tokens=3), rollout(1.0, tokens=2, reason="length")]
     batch = to_tokens(rollouts)  # sampler log-probs -0.5
     batch.in_loss = ~batch.hit_token_limit
@@ -143,11 +143,13 @@ def test_update_stats_by_hand(cap, mode, capped):
     stats = UpdateStats(cfg)
     # 3 is above a cap of 2, 0.4 below 1 / 2; later, in two micro-batches of 0.5 and 0.1, only 0.1
     first = Tokens(
+        number=torch.arange(3), logprobs=torch.zeros(3), importance_weights=torch.ones(3),
         rollout=torch.zeros(3), entropy=torch.tensor([0.1, 0.2, 0.6]),
         sampler_ratio=torch.tensor([2.0, 0.4, 3.0]), token_weights=torch.tensor([0.2, 0.1, 0.0]),
         in_loss=torch.tensor([True, True, True]),
     )  # fmt: skip
     second = Tokens(
+        number=torch.arange(2), importance_weights=torch.ones(2),
         rollout=torch.zeros(2), entropy=torch.tensor([0.3, 0.3]),
         # of the reference, with d = log π - log π_ref = -1 and 0: k3 = e - 2 and 0; ρ = 1/2
         logprobs=torch.tensor([-3.0, -2.0]), ref_logprobs=torch.tensor([-2.0, -2.0]),

@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "runs"))
 import on_flyte  # noqa: E402
 
 TINY = """--num-updates 1 --sft-steps 2 --sft-batch-size 4 --num-prompts 2 --eval-num-tasks 4
-    --max-tokens 8 --microscope 0 --device cpu""".split()
+    --max-tokens 8 --device cpu""".split()
 
 
 @pytest.fixture(autouse=True)

@@ -401,7 +401,7 @@ class Turns(Env):
 def settings(**changes):
     return Config(
         sft_steps=0, num_prompts=2, group_size=2, eval_num_tasks=2, max_tokens=4, max_turns=1,
-        microscope=0, device="cpu", **({"num_updates": 1} | changes),
+        device="cpu", **({"num_updates": 1} | changes),
     )  # fmt: skip
 
 

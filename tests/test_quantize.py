@@ -60,7 +60,7 @@ def test_the_exported_adapters_have_the_base_in_4_bits_that_they_were_trained_on
 
 SMALL = (
     "--quantize nf4 --lora-rank 4 --kl-coef 0.01 --num-prompts 2 --group-size 2 --max-tokens 8 "
-    "--max-turns 1 --eval-num-tasks 4 --microscope 0 --lr 1e-3 --save-every 1"
+    "--max-turns 1 --eval-num-tasks 4 --lr 1e-3 --save-every 1"
 ).split()
 
 

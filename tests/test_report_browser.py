@@ -28,7 +28,7 @@ def rollouts_of(update, rng):
             texts = [rng.choice(["a ", "r1", " <b>", "\n", "&amp;", "é"]) for _ in range(TOKENS)]
             columns = [[-round(rng.random(), 4) for _ in texts] for _ in range(3)]
             traces = [trace(texts, *columns, [round(value - 0.4, 4)] * TOKENS)]
-            traces = [] if (update, group) == (UPDATES, 4) else traces  # beyond --microscope
+            traces = [] if (update, group) == (UPDATES, 4) else traces  # beyond MAX_TOKENS
             rows.append(row("train", update, group, f"rollout {i} at {update}.{group}", value,
                             tokens=TOKENS, token_traces=traces,
                             hit_token_limit=rng.random() < 0.1))  # fmt: skip

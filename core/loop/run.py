@@ -136,7 +136,7 @@ class Run:
     ) -> None:
         """Evaluates, logs and saves, each where it is due; `sampled`: all its rollouts.
 
-        How far the steps moved the tokens of some groups (--microscope) is for the report.
+        How far the steps moved the tokens of some groups is for the report.
         """
         cfg = self.cfg
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)

@@ -24,6 +24,7 @@ from core.policy import Policy
 from core.scoring import predict
 from core.types import Rollout
 
+MAX_TOKENS = 1024  # sampled tokens of an update that the report shows one by one
 MICRO_BATCH = 4096  # tokens, padding included
 
 
@@ -34,13 +35,13 @@ def trace_tokens(policy: Policy, cfg: Config, batch: Batch, stats: UpdateStats) 
     Returns metrics of these rollouts: how far the update moved their tokens, and whether it made
     those likelier that earned more than their group.
 
-    As many whole groups as have at most --microscope sampled tokens together, at least one; none
-    if that is 0. The policy already has the weights after the update; `stats` has what the gradient
-    steps have seen. To be called on all ranks.
+    As many whole groups as have at most MAX_TOKENS sampled tokens together, at least one. The
+    policy already has the weights after the update; `stats` has what the gradient steps have seen.
+    To be called on all ranks.
     """
-    if cfg.microscope == 0 or not batch.rollouts:
+    if not batch.rollouts:
         return {}
-    chosen = choose_groups(batch.rollouts, cfg.microscope)
+    chosen = choose_groups(batch.rollouts, MAX_TOKENS)
     traced = torch.isin(batch.rollout, torch.tensor([*chosen]))
     of_steps = of_last_steps(cfg, traced, stats)
     if distributed.rank() != 0:

@@ -8,9 +8,9 @@
 Both sides load the same model, use the same prompts, sample the same number of tokens (checked) and
 train once on all of them, without a reference model or gradient checkpointing: in float32 on a CPU,
 on a GPU in bfloat16 with vLLM in the process of each. picoRL runs `train.main`, including its
-metrics and rollout files, without --microscope: a pass after the step for the report, which TRL
-does not have. TRL runs `GRPOTrainer.train` with its other defaults. Neither saves a checkpoint. A
-step lasts from the end of one step to the end of the next; the first of a process is left out.
+metrics and rollout files, without the pass after the step for the report, which TRL does not have.
+TRL runs `GRPOTrainer.train` with its other defaults. Neither saves a checkpoint. A step lasts from
+the end of one step to the end of the next; the first of a process is left out.
 
 The model has random weights, and never ends a completion, on any engine: one coordinate of the
 residual stream is 1 in the embedding of every token, no layer writes to it, and the output row of
@@ -262,7 +262,7 @@ class StepTimer:
 def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
     """Measures steps of picoRL, in a run of train.py."""
     import train
-    from core.loop import play
+    from core.loop import play, run
     from core.loop.run import Run
 
     timer, cpu = StepTimer(), args.device == "cpu"
@@ -282,7 +282,7 @@ def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
         return stop
 
     play.collect = timer.time_sampling(collect_rollouts)
-    Run.log, Run.save = end_step, lambda run: False
+    Run.log, Run.save, run.trace_tokens = end_step, lambda run: False, lambda *given: {}
     os.chdir(tempfile.mkdtemp(dir=folder))  # for runs/
     train.main(train.Config(
         model_id=folder, env=(f"speed:tokens={prompt_tokens}",),
@@ -290,7 +290,7 @@ def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
         max_tokens=args.max_tokens, max_turns=1, max_model_len=prompt_tokens + args.max_tokens,
         max_tokens_per_micro_batch=2048 if cpu else 8192, lora_rank=args.lora_rank, sft_steps=0,
         sampler="torch" if cpu else "vllm", device=args.device,
-        eval_num_tasks=0, save_every=0, microscope=0,
+        eval_num_tasks=0, save_every=0,
     ))  # fmt: skip
     return timer.answer()
 
