@@ -231,8 +231,6 @@ class SystemOptions:
     # Precision of the weights; auto: bfloat16 on CUDA, otherwise float32. float64: trainer and
     # torch sampler agree on every log-prob; takes twice the time of float32 on a CPU.
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
-    # Compute logits in float32, in training and sampling, with 16-bit weights.
-    fp32_head: bool = False
     # Random seed; the same command with the same seed repeats the run.
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
 
@@ -300,7 +298,7 @@ CONFLICTS = [
     ("stop", "sampler=openai server"),
     ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
     ("vllm_eager", "sampler=torch openai server"),
-    ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
+    ("optimizer=adamw8bit", "dtype=float64"),
     ("overlap", "curriculum"), ("keep_best", "sampler=openai"),
 ]  # fmt: skip
 # What an algorithm refuses, by its needs (core/algorithm.py)

@@ -36,7 +36,7 @@ from core.chat_template import (
 from core.config import RUNS, Config, parse_template_options
 from core.faults import UsageError
 from core.kv_cache import prefill
-from core.policy import Float32Head, Policy
+from core.policy import Policy
 from core.prefix_sharing import ATTENTION, make_tree
 
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
@@ -77,8 +77,6 @@ def load_policy(
         adapters = adapters or model_id
         model_id = _base_of(cfg, model_id, subject, train=flag == "--model-id")
     base, tokenizer = _load_files(cfg, model_id, device, flag)
-    if cfg.fp32_head:
-        base.get_output_embeddings().__class__ = Float32Head
     torch.manual_seed(cfg.seed)
     adapted = cfg.lora_rank > 0 or adapters
     model: Any = _with_adapters(base, cfg.lora_rank, cfg.lora_alpha, adapters) if adapted else base
@@ -112,7 +110,6 @@ def load_policy(
         limited_by="--max-model-len" if asked <= limit else limited_by,
         value_head=_zero_head(config.hidden_size, device) if value_head else None,
         trust_remote_code=cfg.trust_remote_code,
-        fp32_head=cfg.fp32_head,
     )
     _check_logits(subject, policy)
     if asked > limit != config.max_position_embeddings:

@@ -449,10 +449,9 @@ def _engine_arguments(policy: Policy, eager: bool, memory_arguments: dict[str, A
     import vllm
 
     on_cpu = policy.device.type == "cpu"
-    head = {"head_dtype": "float32"} if policy.fp32_head else {}
     return vllm.EngineArgs(
         model=save_config(policy.causal_lm.config, vllm.envs.VLLM_CACHE_ROOT),
-        hf_overrides={"architectures": [type(policy.causal_lm).__name__], **head},
+        hf_overrides={"architectures": [type(policy.causal_lm).__name__]},
         load_format=weight_sharing.LOAD_FORMAT,
         trust_remote_code=policy.trust_remote_code,
         dtype=str(policy.dtype).removeprefix("torch."),

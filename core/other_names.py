@@ -10,7 +10,6 @@ OTHER_NAMES = {
     "peft_config lora_r": "--lora-rank",
     "quantization_config load_in_4bit": "--quantize nf4",
     "bf16 fp16": "--dtype bfloat16 or float16",
-    "cast_lm_head_to_fp32": "--fp32-head",
     "chat_template_kwargs": "--template-options",
     "reward_funcs": "--env rewarded:data=..,reward=FILE.py:function",
     "reward_weights": "--env rewarded:data=..,reward=..,weights=1 0.5",

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -21,14 +20,6 @@ from core.patches import decoder_that_returns
 from core.prefix_sharing import ATTENTION, PrefixTree
 
 Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
-
-
-class Float32Head(nn.Linear):
-    """An output layer that computes in float32, whatever the dtype of its weight."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return linear(hidden.float(), self.weight.float(), bias)
 
 
 @dataclass
@@ -45,7 +36,6 @@ class Policy:
     micro_batch_tokens: int = 2048  # tokens in one forward and backward pass, padding included
     checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/memory.py
     trust_remote_code: bool = False  # True: Python code that comes with the model may run
-    fp32_head: bool = False  # True: the output layer is a Float32Head
     disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
     limited_by: str = "--max-model-len"  # what `max_length` comes from
     remarks: list[str] = field(default_factory=list)  # lines about this model, shown at the start

@@ -47,7 +47,7 @@ DISK_ERRORS = {
 }
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 # Settings that config.yaml of an older run may name; they are left out
-REMOVED = """adapter_folder microscope min_p overlong_buffer patience shard_optimizer
+REMOVED = """adapter_folder fp32_head microscope min_p overlong_buffer patience shard_optimizer
     stop_on""".split()
 
 
