@@ -158,8 +158,6 @@ class OptimizationOptions:
     warmup_updates: Count = 0  # Updates over which the learning rate rises to --lr.
     # adamw8bit: its moments in 8 bits, which need less memory, with bitsandbytes.
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    # Keep masters, gradients and moments in the host's memory and take the steps there.
-    offload_optimizer: bool = False
     # Tokens in one forward and backward pass; None: 2048 for tiny and smollm2, else what fits.
     max_tokens_per_micro_batch: Annotated[int | None, Range(1, 10**7)] = None
     # Recompute activations in the backward pass; auto: only if memory requires it.
@@ -287,7 +285,7 @@ FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track run_name".split(),
     *"env_timeout base_url eval_every eval_num_tasks".split(),
-    *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
+    *"env_instances max_tokens_per_micro_batch gradient_checkpointing".split(),
     *"overlap gpu_memory_utilization vllm_eager".split(),
 }
 # Settings, with some values or any but the default, that contradict each other, or of which one has

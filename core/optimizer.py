@@ -13,10 +13,6 @@ adamw8bit is bitsandbytes' AdamW8bit (pip install -e ".[quantize]"): a moment is
 256 values, times the float32 scale of its block of 256 weights (arXiv:2110.02861). Tensors with
 fewer than 4,096 weights have float32 moments.
 
---offload-optimizer keeps masters, gradients and moments in the host's memory and takes the step
-there (arXiv:2101.06840): 2 bytes a weight stay on the GPU. Every micro-batch sends its gradients to
-the host, and every step the new weights back.
-
 In float16, gradients below 6e-8 become 0. So losses are multiplied by `loss_scale` before the
 backward pass, and gradients divided by it afterwards (arXiv:1710.03740). A gradient that overflows
 skips its step and halves the scale, which doubles after 200 steps without overflow.
@@ -59,17 +55,15 @@ def adamw_8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Opti
 class MasterAdamW:
     """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
 
-    `offload`: all weights have masters, in the host's memory. `make_adamw` makes the optimizer of
-    the masters.
+    `make_adamw` makes the optimizer of the masters.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], loss_scale: float = 1.0, offload: bool = False,
+        self, groups: list[dict[str, Any]], loss_scale: float = 1.0,
         make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw, **options: Any,
     ):  # fmt: skip
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
-        self.offload = offload
         groups = [{**g, "params": [*map(self._master, g["params"])]} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
         self.adamw = make_adamw(groups, **options)
@@ -77,21 +71,17 @@ class MasterAdamW:
         self.loss_scale, self.steps_at_scale = loss_scale, 0
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
-        exact = weight.dtype == dtype_of_master(weight)
-        if exact and not self.offload:
+        if weight.dtype == dtype_of_master(weight):
             return weight
-        start = weight.detach() if exact else weight.detach().float()
-        on_host = torch.empty(weight.shape, dtype=start.dtype) if self.offload else None
-        master = nn.Parameter(start if on_host is None else on_host.copy_(start))
+        master = nn.Parameter(weight.detach().float())
         self.pairs.append((weight, master))
 
         def collect(p: Tensor) -> None:  # adds the gradients of micro-batches up in float32
             assert p.grad is not None
-            grad = pinned_copy(p.grad, p.dtype) if self.offload else p.grad
             if master.grad is None:
-                master.grad = torch.empty_like(master).copy_(grad)
+                master.grad = torch.empty_like(master).copy_(p.grad)
             else:
-                master.grad.add_(grad)
+                master.grad.add_(p.grad)
             p.grad = None
 
         self.hooks.append(weight.register_post_accumulate_grad_hook(collect))
@@ -143,7 +133,7 @@ class MasterAdamW:
             if p.data_ptr() != place.data_ptr():  # bitsandbytes has laid it out in another order
                 p.data = place.copy_(p.data)
         for weight, master in self.pairs:  # in place: the sampler may share the tensor
-            weight.copy_(pinned_copy(master, weight.dtype) if self.offload else master)
+            weight.copy_(master)
 
     def clip_and_step(
         self, max_norm: float, finite_loss: bool = True, only_value_head: bool = False
@@ -181,7 +171,7 @@ class MasterAdamW:
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients beside the weights, which exist only during training."""
-        return 0 if self.offload else sum(p.nbytes for p in self.masters)
+        return sum(p.nbytes for p in self.masters)
 
     def zero_grad(self) -> None:
         """Drops all gradients, those of an interrupted backward pass included."""
@@ -189,17 +179,11 @@ class MasterAdamW:
         for weight, _ in self.pairs:
             weight.grad = None
 
-    def _low_precision(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [(w, master) for w, master in self.pairs if w.dtype != master.dtype]
-
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state, the masters, and the loss scale with its number of steps.
-
-        The same with and without `offload`: masters that equal their weights are not repeated.
-        """
+        """AdamW's state, the masters, and the loss scale with its number of steps."""
         return {
             "adamw": self.adamw.state_dict(),
-            "masters": [master.data for _, master in self._low_precision()],
+            "masters": [master.data for _, master in self.pairs],
             "scale": [self.loss_scale, self.steps_at_scale],
         }
 
@@ -215,11 +199,8 @@ class MasterAdamW:
         for moments in self.adamw.state.values():  # may come from weights in another layout
             tensors = {name: x for name, x in moments.items() if isinstance(x, Tensor)}
             moments |= {name: tensor.contiguous() for name, tensor in tensors.items()}
-        for (_, master), saved in zip(self._low_precision(), state["masters"], strict=True):
+        for (weight, master), saved in zip(self.pairs, state["masters"], strict=True):
             master.copy_(saved)
-        for weight, master in self.pairs:
-            if weight.dtype == master.dtype:
-                master.copy_(weight)
             weight.copy_(master)
         self.loss_scale, self.steps_at_scale = state["scale"]
 
@@ -243,11 +224,3 @@ def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0, **options: 
         group["initial_lr"] = group["lr"]
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
     return MasterAdamW(groups, loss_scale, weight_decay=0.0, **options)
-
-
-def pinned_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A short-lived copy in page-locked host memory, from and to which a GPU copies fast.
-
-    PyTorch rounds page-locked memory up to powers of 2, so masters are in ordinary memory.
-    """
-    return torch.empty(x.shape, dtype=dtype, pin_memory=torch.accelerator.is_available()).copy_(x)

@@ -163,25 +163,6 @@ def test_a_step_without_any_gradient_moves_nothing(policy):
         assert any(moved) == wanted
 
 
-def test_an_offloaded_optimizer_takes_the_same_steps_and_keeps_nothing_beside_the_weights():
-    dtype = torch.bfloat16
-    here, there = (weights_and_gradients(dtype)[0] for _ in range(2))
-    gradient = weights_and_gradients(dtype)[1]
-    options = {"loss_scale": 8.0, "weight_decay": 0.0}
-    optimizer = MasterAdamW([{"params": [here], "lr": LR}], **options)
-    offloaded = MasterAdamW([{"params": [there], "lr": LR}], offload=True, **options)
-    master = offloaded.masters[0]
-    assert master.dtype == torch.float32 and master.data_ptr() != there.data_ptr()
-    assert optimizer.gradient_bytes() == 4 * 4096 and offloaded.gradient_bytes() == 0
-    for _ in range(3):
-        for o, weight in ((optimizer, here), (offloaded, there)):
-            for factor in (1.0, 0.3):  # two micro-batches
-                o.backward((weight * gradient.to(dtype) * factor).sum().float())
-        assert there.grad is None and torch.equal(master.grad, optimizer.masters[0].grad)
-        assert optimizer.clip_and_step(1.0) == offloaded.clip_and_step(1.0)
-        assert torch.equal(here, there) and master.grad is None
-
-
 @needs_bitsandbytes
 def test_a_moment_of_8_bits_takes_a_byte_and_a_64th_from_the_start():
     weight = nn.Parameter(torch.ones(256, 256))
@@ -190,12 +171,10 @@ def test_a_moment_of_8_bits_takes_a_byte_and_a_64th_from_the_start():
     assert sum(x.nbytes for x in each) == 2 * (1 + 4 / 256) * 256 * 256
 
 
-@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):
-    """Also where the one that continues is offloaded and the saved one was not, or the reverse. The
-    learning rate is that of the settings."""
+def test_a_saved_optimizer_continues_exactly(kind, dtype):
+    """The learning rate is that of the settings."""
 
     def steps(optimizer, numbers):
         for number in numbers:
@@ -205,19 +184,19 @@ def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):
             optimizer.set_lr(1e-3 if number < 3 else 2e-3)
             optimizer.step()
 
-    def make(weight, lr, offload=False):
+    def make(weight, lr):
         groups = [{"params": [weight], "lr": lr}]
-        return MasterAdamW(groups, offload=offload, make_adamw=kind, weight_decay=0.0)
+        return MasterAdamW(groups, make_adamw=kind, weight_decay=0.0)
 
     start = torch.randn((32, 256), generator=torch.Generator().manual_seed(9)) * 0.02
     whole, part, resumed = (nn.Parameter(start.to(dtype, copy=True)) for _ in range(3))
     steps(make(whole, 1e-3), range(6))
-    first, file = make(part, 1e-3, offload), io.BytesIO()
+    first, file = make(part, 1e-3), io.BytesIO()
     steps(first, range(3))
     torch.save(first.state_dict(), file)
     file.seek(0)
     resumed.data.copy_(part)
-    second = make(resumed, 2e-3, not offload)
+    second = make(resumed, 2e-3)
     second.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     steps(second, range(3, 6))
     assert torch.equal(whole, resumed) and not torch.equal(whole, part)

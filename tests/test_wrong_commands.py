@@ -80,7 +80,6 @@ COMMANDS = [  # a command line, and what its message names
     ("--run-name there", "runs/there"),
     ("--run-name ..", "--run-name"),
     ("--device cuda:99", "--device cuda:99"),
-    ("--offload-optimizer --device cpu", "--offload-optimizer"),
     ("--model-id nobody/nothing", "cannot be reached"),
     ("--model-id runs/none", "no model in this folder"),
     ("--model-id runs/there", "a run's is runs/NAME/model"),

@@ -47,8 +47,8 @@ DISK_ERRORS = {
 }
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 # Settings that config.yaml of an older run may name; they are left out
-REMOVED = """adapter_folder fp32_head microscope min_p overlong_buffer patience shard_optimizer
-    stop_on""".split()
+REMOVED = """adapter_folder fp32_head microscope min_p offload_optimizer overlong_buffer patience
+    shard_optimizer stop_on""".split()
 
 
 def config_to_dict(cfg: Config) -> dict[str, Any]:

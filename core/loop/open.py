@@ -288,18 +288,13 @@ def _load_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[st
 def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     """The optimizer of a run, with the learning rates of RL.
 
-    Raises UsageError if it does not suit the weights, or if there is no GPU to offload from.
+    Raises UsageError if it does not suit the device.
     """
-    if cfg.offload_optimizer and policy.device.type != "cuda":
-        raise UsageError("--offload-optimizer moves the optimizer from a GPU to the host's memory; "
-                         f"remove it with --device {policy.device.type}")  # fmt: skip
     if cfg.optimizer == "adamw8bit" and policy.device.type == "mps":
         raise UsageError("--optimizer adamw8bit: bitsandbytes has no 8-bit step for MPS; add "
                          "--device cpu")  # fmt: skip
     make_adamw = adamw_8bit if cfg.optimizer == "adamw8bit" else fused_adamw
-    return make_optimizer(
-        policy, cfg.lr, cfg.options.value_lr, offload=cfg.offload_optimizer, make_adamw=make_adamw
-    )
+    return make_optimizer(policy, cfg.lr, cfg.options.value_lr, make_adamw=make_adamw)
 
 
 def _make_sampler(
