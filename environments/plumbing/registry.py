@@ -77,7 +77,6 @@ SOURCE = re.compile(
 CODE = re.compile(r"(.+)(:[^\W\d][\w/-]*)", re.DOTALL)
 # A command of `remote` whose files are here, not in a container or on another machine
 OWN_PROGRAM = re.compile(r"[./~]|python|[A-Za-z]:[\\/]")
-IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 HERE = str(Path(__file__).parent.parent)
 NOT_OWN = (  # code in which a user does not look for the cause of an error
     "<frozen", os.path.join(os.path.dirname(HERE), "core"),
@@ -319,27 +318,18 @@ def short_names(specs: Iterable[str | EnvSpec]) -> str:
 
 
 def checksums(spec: EnvSpec) -> dict[str, str]:
-    """SHA-256 of the files that an absolute spec names, and of those beside them that these import,
-    but for its data, by their names."""
-    found, seen = dict[str, str](), set[str]()
-    data = unquoted(spec.options.get("data", ""))
+    """SHA-256 of the FILE.py of an absolute spec and of those of `reward=`, by their names."""
+    found: dict[str, str] = {}
 
-    def add(place: str) -> None:
-        for file in (place, f"{place}.py"):  # a module is named without
-            if file not in seen and os.path.isabs(file) and os.path.isfile(file):
-                seen.add(file)
-                name, content = os.path.basename(file), Path(file).read_bytes()
-                found[name] = found.get(name, "") + hashlib.sha256(content).hexdigest()
-                for module in IMPORT.findall(content) if file.endswith(".py") else ():
-                    beside = os.path.join(os.path.dirname(file), *module.decode().split("."))
-                    add("" if beside.startswith(NOT_OWN) else beside)
-
-    def visit(word: str, key: str) -> str:
+    def add(word: str) -> str:
         place, _ = split_place(word)
-        add("" if place == data else place)
+        if place.endswith(".py") and os.path.isfile(place):
+            name, content = os.path.basename(place), Path(place).read_bytes()
+            found[name] = found.get(name, "") + hashlib.sha256(content).hexdigest()
         return word
 
-    spec.with_paths(visit)
+    add(spec.name)
+    map_words(spec.options.get("reward", ""), add)
     return found
 
 
