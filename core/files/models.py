@@ -32,7 +32,7 @@ def load_exported(cfg: Config, folder: Path, flag: str) -> Policy:
 
 def untrained(cfg: Config) -> Config:
     """The settings for another model than the policy: no adapters to train, and no 4 bits."""
-    return replace(cfg, lora_rank=0, lora_alpha=0.0, quantize="none")
+    return replace(cfg, lora_rank=0, quantize="none")
 
 
 def folder_of_model(

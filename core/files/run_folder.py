@@ -47,8 +47,8 @@ DISK_ERRORS = {
 }
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 # Settings that config.yaml of an older run may name; they are left out
-REMOVED = """adapter_folder fp32_head microscope min_p offload_optimizer overlong_buffer patience
-    shard_optimizer stop_on""".split()
+REMOVED = """adapter_folder fp32_head lora_alpha microscope min_p offload_optimizer
+    overlong_buffer patience shard_optimizer stop_on""".split()
 
 
 def config_to_dict(cfg: Config) -> dict[str, Any]:
@@ -171,6 +171,9 @@ def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
     for file in sorted(run.glob("checkpoint/[0-9]*/state.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
             before = json.loads(file.read_bytes())["settings"]
+    if (alpha := before.get("lora_alpha", 0)) not in (0, 2 * before["lora_rank"]):
+        raise UsageError(f"--resume {run}: its weights have lora_alpha {alpha:g}, and picoRL only "
+                         "twice the rank now: resume it with the picoRL that made it")  # fmt: skip
     now = yaml.safe_load(yaml.safe_dump(config_to_dict(cfg)))  # lists, as in a file
     old, new = by_flag(before), by_flag(now)
     return {k: (old[k], new[k]) for k in old if k in new and old[k] != new[k]}
