@@ -19,19 +19,12 @@ rollouts: with "feedback" its vectors are those of core/feedback.py, as sdpo has
 algorithms/README.md has an example.
 """
 
-import __future__
-
-import ast
 import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from inspect import signature
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import algorithms
@@ -41,8 +34,6 @@ from environments.plumbing.registry import describe_error, find_file, import_fil
 
 FOLDER = Path(algorithms.__file__).parent
 WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch and scratch.py
-_BEFORE_TORCH = ContextVar("before_torch", default=False)
-TEXT_ANNOTATIONS = __future__.annotations.compiler_flag  # they stay texts
 PARTS = ("compute_advantages", "compute_loss", "Options")
 NEEDS = {
     "groups": "compares the rollouts of a group: --group-size 2 or more",
@@ -124,50 +115,11 @@ def load_algorithm(cfg: Any) -> Algorithm:
 
 
 def options_of(algo: str) -> type[LoopOptions]:
-    """The `Options` of an algorithm. Imports it, unless `before_torch` says otherwise.
+    """The `Options` of an algorithm, which is imported.
 
     Raises UsageError for a name that does not exist, and for a file that cannot be used.
     """
-    if _BEFORE_TORCH.get() and algo in {*algorithm_names()} - {"scratch"}:
-        with suppress(Exception):  # it needs torch as it is read, for a decorator
-            return _without_torch(algo).Options
     return _load(algo).Options
-
-
-@contextmanager
-def before_torch() -> Iterator[None]:
-    """Inside, `options_of` reads the algorithms of picoRL without importing torch, which takes
-    seconds. For settings that are checked and dropped: these are other classes than those that the
-    algorithm has when it is imported."""
-    token = _BEFORE_TORCH.set(True)
-    try:
-        yield
-    finally:
-        _BEFORE_TORCH.reset(token)
-
-
-@cache
-def _without_torch(name: str) -> Any:
-    """A module of algorithms/ whose functions cannot be called: it is read without its imports of
-    torch and of files that import torch; its annotations, which need them, stay texts.
-
-    >>> _without_torch("dppo").Options().limit
-    0.2
-    """
-    file = next(FOLDER.rglob(f"{name}.py"))
-    module = ModuleType(f"{name} without torch")
-    module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # tyro reads the options' docstrings in its file
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        names = {alias.name for alias in getattr(node, "names", [])}  # of an import
-        source = getattr(node, "module", None) or " ".join(names)
-        if source == "algorithms":
-            found = names & {*algorithm_names()}
-            vars(module).update({name: _without_torch(name) for name in found})
-        elif source == "algorithms.options" or not source.startswith(("torch", "algorithms")):
-            code = compile(ast.Module([node], []), file, "exec", TEXT_ANNOTATIONS)
-            exec(code, vars(module))  # noqa: S102
-    return module
 
 
 def _load(algo: str) -> Any:

@@ -54,6 +54,7 @@ TOOL: dict[str, Any] = {  # schema of a function that is never called
 }
 MARKER = 'Is 1 < 2 & "b"\n\n  at least \\é?'  # text that a template may not change
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a template
+TODAY = "today"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 # Mistral's template wants an id of nine characters in the result of a call
 CALL_ID: dict[str, Any] = {"name": "tool", "tool_call_id": "call00001"}
@@ -140,12 +141,14 @@ def without_opened_thought(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return ids
 
 
-def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any], date: str) -> None:
-    """Passes `options` to the chat template from now on, and `date`, YYYY-MM-DD, as the current
-    date; an empty `date` leaves it at today's. The template that the tokenizer saves is unchanged.
+def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+    """Passes `options` to the chat template from now on. Of these `today`, YYYY-MM-DD, is what it
+    takes for the current date. The template that the tokenizer saves is unchanged.
 
-    Raises UsageError for an option that the template does not read.
+    Raises UsageError for an option that the template does not read, and for what is no date.
     """
+    date = str(options.get(TODAY, ""))
+    options = {name: value for name, value in options.items() if name != TODAY}
     if not tokenizer.chat_template or not (options or date):
         return
     found: Any = tokenizer.chat_template  # or several, by name
@@ -156,10 +159,14 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any], date:
         if name not in names - RESERVED:
             raise UsageError(f"--template-options {name}: the chat template has no such option")
 
+    try:
+        now = datetime.fromisoformat(date or "2000-01-01")
+    except ValueError:
+        raise UsageError(f"--template-options today={date}: write a date as 2026-01-31") from None
+
     def with_date(template: str) -> str:
         if not date:
             return template
-        now = datetime.fromisoformat(date)
         return NOW.sub(lambda call: repr(now.strftime(call[2])), template)
 
     render_with(tokenizer, with_date, options)

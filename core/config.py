@@ -5,7 +5,7 @@ are the boxes of `python train.py --help`; `Config` inherits from all of them, s
 `cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text; `Range`
 and `Needs` beside its type are what `validate` checks.
 
-The module does not import torch, so that --help and errors are answered within a second.
+The module does not import torch.
 """
 
 import difflib
@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 from urllib.parse import urlsplit
-
-import tyro
 
 from algorithms.options import (
     KL,
@@ -83,12 +81,11 @@ class ModelOptions:
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for
     # smollm2.
     max_model_len: Annotated[int | None, Range(1, 10**12)] = None
-    # Variables of the model's chat template, key=value,.., such as enable_thinking=false.
+    # Variables of the model's chat template, key=value,.., such as enable_thinking=false; today is
+    # the date that it shows, by default the day on which the run starts.
     template_options: str = ""
     # Text of a system message before the first message of every episode; empty: none.
     system_prompt: str = ""
-    # Date that the chat template shows: the day on which the run starts. No flag.
-    template_date: Annotated[str, tyro.conf.Suppress] = ""
 
 
 @dataclass(frozen=True)
@@ -256,8 +253,6 @@ class Config(
     # The `Options` of the algorithm; None: resolve() takes the defaults. A file has them under the
     # algorithm's name.
     options: LoopOptions = None  # type: ignore[assignment]
-    # Whether the settings in the file of --config or --resume are in here already. No flag.
-    has_file: bool = False
 
     if TYPE_CHECKING:  # resolve() replaces None by a value in these, and texts by `EnvSpec`s
         env: tuple[Any, ...] = ()
@@ -277,16 +272,7 @@ KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blac
 SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code", "has_file")
-# Settings whose change at a resume says nothing about what follows, so the log does not mark it.
-# Those of the last line change the rounding of sums.
-FREE_ON_RESUME = {
-    *COMMAND_LINE_ONLY,
-    *"num_updates max_sampled_tokens save_every track run_name".split(),
-    *"env_timeout base_url eval_every eval_num_tasks".split(),
-    *"env_instances max_tokens_per_micro_batch gradient_checkpointing".split(),
-    *"overlap gpu_memory_utilization vllm_eager".split(),
-}
+COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")
 # Settings, with some values or any but the default, that contradict each other, or of which one has
 # no effect
 CONFLICTS = [

@@ -89,7 +89,7 @@ def load_policy(
         if plain and not tokenizer.chat_template:
             tokenizer.chat_template = PLAIN
         variables = parse_template_options(cfg.template_options)
-        set_template_options(tokenizer, variables, cfg.template_date)
+        set_template_options(tokenizer, variables)
         embeddings = cast(nn.Embedding, base.get_input_embeddings()).weight
         unknown = without_embedding(tokenizer, len(embeddings))
         closing_id = end_of_turn_id(tokenizer)

@@ -20,9 +20,9 @@ from subprocess import PIPE, Popen
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
+from core import settings  # noqa: E402
 from core.files.run_log import read_records  # noqa: E402
 from core.results import accuracy_of, before_after  # noqa: E402
-from core.terminal import cli  # noqa: E402
 from runs.record import markdown  # noqa: E402
 
 try:
@@ -62,7 +62,7 @@ def plan(sweep: list[list[str]], flags: list[str]) -> dict[str, list[str]]:
     runs = {}
     for words in map(" ".join, itertools.product(*axes)):
         runs[words] = [*flags, *words.split(), "--run-name", f"sweep-{next(free)}"]
-        cli.parse(runs[words])
+        settings.parse(runs[words])
     return runs
 
 

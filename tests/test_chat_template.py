@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from core.chat_template import (
+    TODAY,
     TOOL,
     check_template,
     end_of_turn_id,
@@ -116,7 +117,8 @@ def tokenizer_of(name, added=THINK, date="2025-03-09", pieces=False):
     known = KNOWN[name]
     special = known.special.split()
     tokenizer = byte_tokenizer(known.template, special, added, *special[:2], pieces)
-    set_template_options(tokenizer, parse_template_options(known.options), date)
+    today = {TODAY: date} if date else {}
+    set_template_options(tokenizer, parse_template_options(known.options) | today)
     return tokenizer
 
 
@@ -290,6 +292,6 @@ def test_a_template_for_tools_keeps_its_place_with_a_date_and_options():
     tokenizer, known = tokenizer_of("gemma", date=""), KNOWN["gemma"].template
     own = "{{ strftime_now('%Y') }}{{ level }}{{ tools[0].function.name }}" + known
     tokenizer.chat_template = {"default": known, "tool_use": own}
-    set_template_options(tokenizer, {"level": "low"}, "2025-03-09")
+    set_template_options(tokenizer, {"level": "low", TODAY: "2025-03-09"})
     plain, with_tools = (render(tokenizer, [HI], tools=tools) for tools in ([], [TOOL]))
     assert with_tools == "2025lowlookup" + plain

@@ -14,7 +14,7 @@ from single_update import gradients_of_update, single_update
 
 import train
 from algorithms import grpo, ppo, reinforce
-from core import canary
+from core import canary, settings
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.loop import play
@@ -22,7 +22,6 @@ from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import SAMPLING, derive_seed
 from core.tasks import train_tasks
-from core.terminal import cli
 from core.types import Rollout, Turn
 
 
@@ -86,7 +85,7 @@ def test_a_learning_rate_of_0_for_the_value_head_is_that_of_the_policy(qwen3_fol
     ]
     assert rates == [[1e-2, 1e-2], [1e-2, 1e-3]]
     with pytest.raises(SystemExit):
-        cli.parse(["--algo", "ppo", "--help"])
+        settings.parse(["--algo", "ppo", "--help"])
     assert "Learning rate of the value head; 0: --lr." in " ".join(capsys.readouterr().out.split())
 
 

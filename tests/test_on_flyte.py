@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from core import settings
 from core.files.run_log import read_records
 from core.results import accuracy_of
-from core.terminal import cli
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "runs"))
@@ -30,7 +30,7 @@ def test_sweep_runs_all_combinations():
                        for seed in (0, 1) for clip in (0.2, 0.3)]  # fmt: skip
     names = [run[-1] for run in runs.values()]
     assert names == ["sweep-1", "sweep-3", "sweep-4", "sweep-5"]
-    cfg = cli.parse(runs["--seed 0 --grpo.clip-high 0.3 --keep-best"])
+    cfg = settings.parse(runs["--seed 0 --grpo.clip-high 0.3 --keep-best"])
     assert (cfg.seed, cfg.options.clip_high, cfg.lr, cfg.keep_best) == (0, 0.3, 1e-3, True)
 
 

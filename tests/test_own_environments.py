@@ -16,9 +16,9 @@ import train
 from core import tasks
 from core.config import Config, resolve, validate
 from core.faults import UsageError
-from core.files.run_folder import config_to_dict, read_settings
 from core.files.run_log import read_records
 from core.report.summary import repeat_command
+from core.settings import config_to_dict, read_settings
 from environments.base import Env, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import (

@@ -11,11 +11,10 @@ from statistics import median
 import pytest
 from conftest import needs
 
-from core import config
+from core import config, settings
 from core.extras import chat
 from core.files.run_log import read_records
 from core.results import accuracy_of, before_after
-from core.terminal import cli
 from environments.plumbing.check import check_env
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +101,7 @@ def test_the_commands_of_the_readme_for_a_run_go_on_with_it(command, capsys, mon
     if not any(part in flags for part in ("<name>", "--help", "--algo best.py"))
 ])  # fmt: skip
 def test_every_train_command_has_valid_settings(flags):
-    config.validate(config.resolve(cli.parse(shlex.split(flags))))
+    config.validate(config.resolve(settings.parse(shlex.split(flags))))
 
 
 def test_the_environment_commands_of_the_readme_run(capsys, monkeypatch):

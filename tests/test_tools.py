@@ -20,9 +20,9 @@ from core.chat_template import clean_message, prompt_ids, with_system
 from core.episodes import RolloutCollector
 from core.extras import programs, tools
 from core.faults import UsageError
-from core.files.run_folder import read_config
 from core.files.run_log import read_records
 from core.sampler import SamplingParams
+from core.settings import read_config
 from core.tasks import Task
 from core.types import Completion
 from environments.__main__ import execute

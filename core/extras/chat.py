@@ -35,7 +35,7 @@ from core import config, tasks
 from core.config import Config, Count
 from core.faults import Fault, UsageError
 from core.files.atomic import scratch_folder
-from core.files.run_folder import read_config
+from core.settings import find_run, known_runs, read_config
 from core.types import Completion, Message, Rollout
 from environments.base import RunInfo
 from environments.plumbing.registry import begin_run
@@ -84,13 +84,13 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
     if not flags.policy:
         raise UsageError(f"name a run, such as runs/mine, or a model, such as tiny; "
-                         f"{cli.known_runs()}")  # fmt: skip
+                         f"{known_runs()}")  # fmt: skip
     flags = replace(flags, policy=os.path.expanduser(flags.policy))
     if flags.policy not in (*config.TINY, config.SMOLLM2) and not Path(flags.policy).exists():
-        if run := cli.find_run(flags.policy):
+        if run := find_run(flags.policy):
             flags = replace(flags, policy=str(run))
         elif config.RUNS in Path(flags.policy).parents:
-            raise UsageError(f"{flags.policy}: there is no such run; {cli.known_runs()}")
+            raise UsageError(f"{flags.policy}: there is no such run; {known_runs()}")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
     if file.exists():
         cfg = read_config(file)
@@ -220,7 +220,7 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
     except UsageError as error:
         if is_run or flags.policy.count("/") == 1:  # a Hub id
             raise
-        raise UsageError(f"{error}; {cli.known_runs()}") from None
+        raise UsageError(f"{error}; {known_runs()}") from None
     policies = {"trained" if is_run else "model": policy}
     _note(f"{source} · {policy.size()}")
     if flags.before:

@@ -8,9 +8,9 @@ from typing import Any
 from core.config import SMOLLM2, TINY, Config
 from core.files.atomic import published
 from core.files.checkpoint import ADAPTERS, STATE, base_model
-from core.files.run_folder import read_settings
 from core.loading import load_policy
 from core.policy import Policy
+from core.settings import read_settings
 from core.tiny import PRETRAINED, write_tiny
 
 

@@ -26,7 +26,7 @@ from core import (
     tasks,
 )
 from core.algorithm import FOLDER, Algorithm, load_algorithm, name_of, title_of
-from core.chat_template import is_rendered
+from core.chat_template import TODAY, is_rendered
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
@@ -48,7 +48,7 @@ from core.pool import is_program
 from core.report import write_pages
 from core.report.doctor import final_lines
 from core.sampler import Sampler, TorchSampler
-from core.terminal import cli
+from core.settings import changed_settings, complete, config_to_dict, read_config
 from core.terminal.console import Display, Output, print_line
 from core.terminal.interrupt import Interrupt, owns_process
 from environments import Env, rewarded
@@ -101,7 +101,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
         restarted = distributed.is_restarted()
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
         cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))
-        settings = run_folder.config_to_dict(cfg)
+        settings = config_to_dict(cfg)
         if is_new:
             folder = distributed.broadcast_from_rank_0(
                 lambda: run_folder.create_run(folder, settings, take_next=not cfg.run_name)
@@ -157,7 +157,7 @@ def prepare(cfg: Config) -> tuple[Config, RunInfo]:
 
     Raises UsageError for an invalid setting.
     """
-    cfg = config.resolve(cli.complete(cfg))
+    cfg = config.resolve(complete(cfg))
     config.validate(cfg)
     train_envs, eval_envs = ([*map(str, envs)] for envs in (cfg.env, cfg.eval_env or cfg.env))
     info = RunInfo(train_envs, eval_envs, cfg.num_updates, 0, cfg.num_prompts, cfg.seed)
@@ -186,12 +186,15 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 
     A run that torchrun restarts keeps its date.
     """
-    if cfg.template_date or cfg.model_id in (*config.TINY, config.SMOLLM2):
+    options = config.parse_template_options(cfg.template_options)
+    if TODAY in options or cfg.model_id in (*config.TINY, config.SMOLLM2):
         return cfg
     if cfg.sampler == "openai":  # the server has the template
         return cfg
-    saved = "" if is_new else run_folder.read_settings(folder / "config.yaml").get("template_date")
-    return replace(cfg, template_date=saved or date.today().isoformat())
+    if not is_new:
+        return replace(cfg, template_options=read_config(folder / "config.yaml").template_options)
+    day = f"{TODAY}={date.today().isoformat()}"
+    return replace(cfg, template_options=",".join(filter(None, [cfg.template_options, day])))
 
 
 @contextmanager
@@ -221,7 +224,7 @@ def _opened(
         budget = memory.set_micro_batch_budget(policy, cfg, reserved + optimizer.gradient_bytes())
     notes, changed = _continue_files(cfg, algorithm, folder, log_dir, progress, new)
     records = run_log.read_records(log_dir / run_log.METRICS)
-    settings, quiet = run_folder.config_to_dict(cfg), log_dir != folder
+    settings, quiet = config_to_dict(cfg), log_dir != folder
     with (
         closing(sampler),
         Interrupt() as interrupt,
@@ -352,22 +355,21 @@ def _continue_files(
     What was edited since the checkpoint is compared with nothing from before.
     """
     distributed.broadcast_from_rank_0(lambda: run_log.rewind(log_dir, progress))
-    changes = distributed.broadcast_from_rank_0(
-        lambda: {} if new else run_folder.changed_settings(cfg, folder)
+    changed = distributed.broadcast_from_rank_0(
+        lambda: {} if new else changed_settings(cfg, folder)
     )
-    changed = {name: f"{name} {before} -> {now}" for name, (before, now) in changes.items()}
-    recorded = [line for name, line in changed.items() if name not in config.FREE_ON_RESUME]
     held_out = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
     files = distributed.broadcast_from_rank_0(
         lambda: [(env.short, checksums(env)) for env in (*cfg.env, *held_out)]
     )
     edited = evaluation.forget_edited(files, progress)
-    notes = {"changed_settings": ", ".join(recorded), "changed_code": edited}
-    run_folder.write_config(log_dir, run_folder.config_to_dict(cfg))
+    notes = {"changed_code": edited}
+    run_folder.write_config(log_dir, config_to_dict(cfg))
     if FOLDER not in algorithm.file.parents:  # a file of the user's, which the run keeps
         with suppress(shutil.SameFileError):
             shutil.copy(algorithm.file, log_dir)
-    line = f"changed at this resume: {', '.join(changed.values())}" if changed else ""
+    changes = ", ".join(f"{name} {old} -> {now}" for name, (old, now) in changed.items())
+    line = f"changed at this resume: {changes}" if changed else ""
     return {name: note for name, note in notes.items() if note}, line
 
 

@@ -13,6 +13,7 @@ from core.files.run_log import RunLog
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 from core.report import write_pages
+from core.settings import config_to_dict
 from core.terminal.console import Display
 
 MAX_TIME = 0.015  # fraction of a run's time that report.html may take, and the others, too
@@ -60,7 +61,7 @@ class Outputs:
             expected = sum(seconds) + max(seconds, default=FIRST_TIME)
             is_first = page == "report.html" and not seconds and not (self.folder / page).exists()
             if is_first or expected < MAX_TIME * (started - self.opened_at):
-                for line in write_pages(self.folder, run_folder.config_to_dict(self.cfg), names):
+                for line in write_pages(self.folder, config_to_dict(self.cfg), names):
                     self.display.say(line)
                 seconds.append(perf_counter() - started)
 

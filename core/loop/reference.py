@@ -46,7 +46,7 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
     """The model of `--teacher`. Raises UsageError if its token ids differ from the policy's."""
     settings: dict[str, Any] = {
         "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch."),
-        "template_options": "", "template_date": "",  # it reads no messages
+        "template_options": "",  # it reads no messages
     }  # fmt: skip
     settings_of_teacher = replace(untrained(cfg), **settings)
     teacher = load_policy(settings_of_teacher, folder_of_model(cfg.teacher), flag="--teacher")

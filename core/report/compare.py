@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from core.faults import UsageError
-from core.files.run_folder import read_settings
 from core.files.run_log import METRICS, read_records
 from core.report import board as boards
 from core.report.page import write_page
@@ -34,6 +33,7 @@ from core.report.summary import (
     tokens_to_target,
 )
 from core.results import Record, accuracies_of, before_after
+from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.registry import short_names
 from environments.plumbing.text import printable
@@ -118,8 +118,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if not (folder / METRICS).is_file():
         raise UsageError(f"{folder}: not the folder of a run (it has no {METRICS})")
-    config = read_settings(folder / "config.yaml")
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
+    return read_settings(folder / "config.yaml")
 
 
 def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[list[str]]:

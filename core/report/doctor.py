@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from core import diagnostics, invariants, series
 from core.algorithm import name_of
 from core.faults import UsageError
-from core.files.run_folder import again, quoted, read_settings
+from core.files.run_folder import again, quoted
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
 from core.report.summary import logged_warnings, num_updates
 from core.results import Record, accuracies_of, before_after, from_to, never_right, returns_of
+from core.settings import read_settings
 from core.terminal import cli
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import relative

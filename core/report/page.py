@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from core.files.atomic import published
-from core.files.run_folder import by_flag
 from core.files.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, iter_records, read_records
 from core.report.doctor import findings
 from core.report.summary import (
@@ -30,6 +29,7 @@ from core.report.summary import (
     tokens_to_target,
 )
 from core.results import Record, before_after
+from core.settings import by_flag
 from core.warning_texts import WARNINGS
 from environments.plumbing.registry import meanings, short_names
 from environments.plumbing.text import printable_json

@@ -8,8 +8,9 @@ from typing import Any
 
 from environments.base import UsageError
 
-NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro rich matplotlib yaml numpy
-    httpx filelock jsonschema starlette uvicorn""".split()  # the dependencies of pyproject.toml
+# the dependencies of pyproject.toml
+NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro typeguard rich matplotlib
+    yaml numpy httpx filelock jsonschema starlette uvicorn""".split()
 
 # PathFinder is quick; an editable installation has a finder of its own, which find_spec asks
 if missing := [name for name in NEEDED if not (PathFinder.find_spec(name) or find_spec(name))]:
