@@ -75,15 +75,5 @@ class LoopOptions:
         (0.1, 0.28)
         """
         preset = self.presets.get(self.loss_type, {})
-        return self._replace({k: v for k, v in preset.items() if getattr(self, k) is None})
-
-    def without_preset(self) -> Self:
-        """These options, None where they are as the loss type sets them: another one may be chosen.
-
-        `with_preset` sets them again.
-        """
-        preset = self.presets.get(self.loss_type, {})
-        return self._replace({k: None for k, v in preset.items() if getattr(self, k) == v})
-
-    def _replace(self, values: Mapping[str, Any]) -> Self:
+        values = {k: v for k, v in preset.items() if getattr(self, k) is None}
         return replace(self, **values)  # type: ignore[type-var]  # all that derive are dataclasses
