@@ -50,7 +50,7 @@ def parse(args: list[str]) -> Config:
     flags = _check_words(args, Config())
     resume, file = flags.resume, config_file(flags)
     if file:
-        saved = read_file(file)
+        saved = read_file(file, bool(resume))
         flags = _check_words(args, saved.cfg)
         args = [*saved.words_with(flags.algo), *args]
         resume = str(file.parent) if resume else ""
@@ -69,7 +69,7 @@ def complete(cfg: Config) -> Config:
     cfg = _check_types(cfg)
     given = {k: v for k, v in vars(cfg).items() if v != getattr(Config, k)}
     if file := config_file(cfg):
-        saved = read_file(file)
+        saved = read_file(file, bool(cfg.resume))
         algo = given.get("algo", saved.cfg.algo)
         base, _ = _parse_flags(saved.words_with(algo), _with_options(algo))
         if cfg.resume:
@@ -133,14 +133,15 @@ class Saved:
         return [*self.words, *(self.option_words if same else [])]
 
 
-def read_file(file: Path) -> Saved:
-    """Reads a config.yaml. Imports the algorithm that it names. Raises UsageError."""
+def read_file(file: Path, resume: bool = False) -> Saved:
+    """Reads a config.yaml. Imports the algorithm that it names. Raises UsageError, with `resume`
+    for adapters of an older run with another alpha, too."""
     texts = _load(file, yaml.BaseLoader)  # the parser of the command line makes values of them
     algo = str(texts.get("algo", Config.algo))
     name, options = name_of(algo), texts.pop(name_of(algo), None) or {}
-    if gone := [name for name in texts if name in REMOVED and not hasattr(Config, name)]:
-        _say_removed(file, ", ".join(gone))
-    texts = {name: value for name, value in texts.items() if name not in gone}
+    removed = {name: texts.pop(name) for name in REMOVED if name in texts}
+    if removed:
+        _say_removed(file, ", ".join(removed))
     copy = file.with_name(Path(algo).name).absolute()  # that a run keeps
     if is_file(algo) and not Path(absolute_algorithm(algo)).exists() and copy.exists():
         texts["algo"] = algo = str(copy)
@@ -150,6 +151,10 @@ def read_file(file: Path) -> Saved:
         _check_names(options, type(default.options), f"{name}.")
         words = [*as_words(texts, Config), *as_words(options, type(default.options), f"{name}.")]
         cfg = _values(words, default)
+        alpha = float(removed.get("lora_alpha", 0))
+        if resume and alpha not in (0, 2 * cfg.lora_rank):
+            raise UsageError(f"lora_alpha is {alpha:g}, and picoRL takes twice the rank now: start "
+                             "another run")  # fmt: skip
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     preset = cfg.options.presets.get(cfg.options.loss_type, {})

@@ -10,8 +10,8 @@ from rich.console import Console
 from core import config, report
 from core.extras import chat
 from core.faults import UsageError
-from core.files import run_folder
 from core.report import curves
+from core.settings import config_to_dict
 from core.terminal import cli, interrupt
 from core.terminal.console import Display
 from core.types import Rollout
@@ -117,7 +117,7 @@ def test_any_name_can_stand_in_the_curves(tmp_path):
 
 def test_a_page_that_cannot_be_made_costs_itself_and_one_line(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"update": 0}\n')
-    settings = run_folder.config_to_dict(config.resolve(config.Config()))
+    settings = config_to_dict(config.resolve(config.Config()))
 
     def fail(*_):
         raise ValueError("no glyph\n\x1b[2J")
