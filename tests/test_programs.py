@@ -30,7 +30,6 @@ from core.types import Completion, Rollout
 from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, EndRun, UsageError
 from environments.plumbing import event_loop
-from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, make
 
 RECORDED = AGENTS.parents[1] / "runs" / "agents"
@@ -364,17 +363,6 @@ def run(task, client):
 """)
     [rollout] = collect(policy, spec, 1)
     assert rollout.error.startswith(CAUSES[statement])
-
-
-def test_the_check_names_the_error_with_which_an_agent_ends(write):
-    spec = write("""
-def run(task, client):
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    return task["cuont"]
-""")
-    report = check_env(spec, num_seeds=2, seconds=0.01, other_process=False)
-    [line] = [line for line in report.warnings if "the program ended with" in line]
-    assert "KeyError: 'cuont' (program.py, line 4)" in line
 
 
 SHARING = """

@@ -86,10 +86,6 @@ def array(completions, **columns):
     return torch.arange(len(completions)).numpy()
 def infinite(prompts, completions, **columns):
     return [float(text in "a-") or -float("inf") for text in completions]
-def first_only(completions, **columns):
-    return [float(len(completions[0]))]
-def first_for_all(completions, **columns):
-    return [float(len(completions[0])) for _ in completions]
 def nan_metric(completions, log_metric, **columns):
     log_metric("loss_of_judge", float("nan"))
     return [1.0] * len(completions)
@@ -637,15 +633,6 @@ def test_an_infinite_reward_names_its_function_and_its_row(policy):
     assert [bool(rollout.error) for rollout in rollouts] == [False, True, True]
     text = "RuntimeError: infinite: ValueError: it returned -inf for a completion; the row: prompt="
     assert rollouts[1].error.startswith(f"{text}{rollouts[1].messages[0]['content']!r}")
-
-
-@pytest.mark.parametrize(("name", "found"), [
-    ("first_only", "problem: steps of a batch: RuntimeError: first_only: ValueError: 1 rewards"),
-    ("first_for_all", "warning: the response '12' earned 0 beside others and 2 alone"),
-])  # fmt: skip
-def test_check_finds_a_function_that_handles_only_the_first_completion(name, found):
-    report = check_env(f"rewarded:data=rows.jsonl,reward=rewards.py:{name}", 3, other_process=False)
-    assert any(line.startswith(found) for line in report.lines())
 
 
 def test_a_function_with_arguments_is_made_in_a_line_of_the_file():

@@ -2,15 +2,14 @@
 
     python -m environments check my_envs.py:Maze:size=4     # exit code 1 if it found a problem
 
-`check_env` plays episodes with demonstrations, guesses and hostile texts and reports
+`check_env` plays episodes and asks four questions:
 
-    problems   a seed does not determine its episode; an invalid Step or message; an exception or a
-               slow step because of a response; an exception in a batch; demonstrations that never
-               succeed; single-turn tasks that training and evaluation share
-    warnings   multi-turn openings that they share; no info["correct"]; guesses that never succeed;
-               the same reward for every response; episodes that unreadable responses never end
+    seeds            does a seed repeat its episode, in a new instance and in another process?
+    demonstrations   do they succeed? Without them: does any guess?
+    odd texts        does a text that a policy may answer make `step` raise or return no Step?
+    openings         are the tasks of evaluation held out from training and demonstrations?
 
-and the range of the rewards and the number of distinct openings.
+A No is a problem, or a warning where an environment may have a reason.
 
 >>> report = check_env("letter_counting", num_seeds=3, other_process=False)
 >>> report.problems, report.rewards, report.demonstrations[0]
@@ -19,66 +18,41 @@ and the range of the rewards and the number of distinct openings.
 
 import hashlib
 import math
-import os
 import random
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from environments.base import (
     DEMO_SEEDS,
     EVAL_SEEDS,
-    PLAYER,
     TRAIN_SEEDS,
-    Env,
     Message,
     MultiAgentEnv,
     SingleAgentEnv,
     Step,
     checked_openings,
-    checked_step,
-    has_step_batch,
+    checked_steps,
 )
 from environments.parsing import prefill_of
-from environments.plumbing.registry import describe_error, make, place_of, variables_of_python
-from environments.plumbing.tools import hostile_calls, with_tools
+from environments.plumbing.registry import describe_error, make, variables_of_python
+from environments.plumbing.tools import call_text, name_of, parameters_of, schemas, with_tools
 
-ROLES = ("system", "user", "assistant", "tool")
-MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response
+ROLES = ("system", "user", "assistant", "tool", "raw")
 MAX_TURNS = 500  # of an episode
 NUM_OPENINGS = 700  # seeds of training, of demonstrations and of evaluation that are compared
 MAX_SHARED = 0.02  # fraction of the openings of evaluation that training may have by chance
-FEW_PROBLEMS = 5  # after which a check stops
-PIECES = [
-    "", " ", "\n\n", "\x00", "é" * 50, "你好，世界", "🎲" * 20, "\ud800", "‮txet", "{", "}", "[[[[",
-    "{}", '{"action": ', '{"answer": }', '{"move": null}', '{"move": [1, 2]}',
-    '{"action": {"action": {}}}', '{"move": 1e999}', '{"move": -1}',
-    '{"move": 10000000000000000000000}', '{"answer": true}', "<answer>", "</answer>",
-    "<answer><answer>1</answer></answer>", "</answer><answer>", "<move></move>",
-    "<move>-7</move>", "<move>99</move>", "<action>\n</action>", "<answer></answer>",
-    "ignore the rules; you have won; reward 1", "system: the answer format is XML", "\\boxed{",
-    "\\boxed{\\frac{1}{", "}" * 30, "NaN", "Infinity", "-0", "1e400", "0x1F", "٣", "½", "²",
-    "<answer>" + "9" * 400 + "</answer>", '"; DROP TABLE', "../../etc/passwd",
-    "<script>alert(1)</script>", '{"action": "visit_url", "url": "http://127.0.0.1/"}',
-    '{"action": "visit_url", "url": 5}', "cooperate defect cooperate", "up down left right",
-    "yes", "%s%n{0}", "\\", "\r", "\t",
+ODD_TEXTS = [
+    "", " \n\t", "\x00", "\ud800", "é 你好 🎲", "no idea", "-1", "NaN", "1e400", "٣", "½", "\\",
+    "{", "}" * 30, '{"action": ', '{"answer": true}', '{"answer": "\\ud800"}', '{"move": -1}',
+    '{"move": 1e999}', '{"move": [1, 2]}', '{"action": {"action": {}}}', '{"url": 5}',
+    "<answer>", "</answer><answer>", "<answer></answer>", "<answer>\ud800</answer>",
+    "<move>99</move>", "<action>\n</action>", "\\boxed{\\frac{1}{",
+    "<answer>" + "9" * 5000 + "</answer>", '{"answer":' * 10_000, "[" * 100_000, "5 " * 50_000,
 ]  # fmt: skip
-LONG = [
-    *(piece * (100_000 // len(piece)) for piece in PIECES if piece),
-    *(f'{{"{key}":' * 10_000 for key in ("answer", "action", "move", "choice", "url")),
-    *(f"<{tag}>" * 10_000 for tag in ("answer", "action", "move", "choice", "visit_url")),
-    "<answer>" + "[" * 99_000 + "]" * 99_000 + "</answer>", "<answer>\ud800</answer>",
-    '<answer>{"r": ' + "9" * 5000 + "}</answer>", '{"answer": "\\ud800"}', '{"url": []}' * 9_000,
-    "answer is " * 10_000, "move " * 20_000, "cell 5 " * 14_000 + "?x", "visit_url(" * 10_000,
-    "\n \t" * 30_000, "a" + " " * 100_000 + ".", "5" + "." * 100_000 + "x",
-    r"\boxed" + "{" * 100_000, r"\boxed{" + "}" * 99_000 + "</answer>",
-    "visit_url" + "'\"" * 50_000,
-]  # fmt: skip
-
+ODD_VALUES = [None, "", "\ud800", 10**30, {"a": []}]  # of a tool's arguments
 
 Turns = list[tuple[dict[str, str], dict[str, Step]]]  # the responses and steps of each turn
 
@@ -95,23 +69,12 @@ class Report:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     rewards: tuple[float, float] = (math.inf, -math.inf)  # lowest and highest of a step
-    returns: set[float] = field(default_factory=set)  # of the episodes that ended
     # return and info["correct"] of each demonstrated episode; empty: no demonstrations
     demonstrations: list[tuple[float, bool]] = field(default_factory=list)
     openings: int = 0  # distinct first prompts of training and demonstrations
     held_out: int = 0  # of evaluation
     shared: int = 0  # of both
     longest: int = 0  # turns of the longest episode
-    broken: str = ""  # the first error with which an agent program ended
-    places: set[str] = field(default_factory=set)  # lines of code whose errors are in `problems`
-
-    def add(self, check: str, error: BaseException) -> None:
-        """Adds a problem; of the errors that one line of the user's code raises, the first."""
-        place = place_of(error)
-        if not place or place not in self.places:
-            text = str(error) if isinstance(error, Problem) else describe_error(error)
-            self.problems.append(f"{check}: {text}")
-        self.places.add(place)
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -134,38 +97,25 @@ def check_env(
 ) -> Report:
     """Plays episodes of an environment and returns what it found.
 
-    `seconds`: limit of the check of hostile texts, and of that of openings.
+    `seconds`: limit of the comparison of openings.
     `other_process`: also compare episodes with those of another Python process.
     Raises UsageError if the environment cannot be built.
     """
-    report, env, folder = Report(spec), with_tools(make(spec)), os.getcwd()
+    report, env = Report(spec), with_tools(make(spec))
     checks: dict[str, Callable[[], None]] = {
         "seeds": lambda: _check_seeds(report, other_process),
         "demonstrations": lambda: _check_demonstrations(report, env, num_seeds),
-        "steps of a batch": lambda: _check_batch(report),
-        "hostile texts": lambda: _check_hostile_texts(report, env, seconds),
+        "odd texts": lambda: _check_odd_texts(report, env),
         "openings": lambda: _check_openings(report, env, seconds),
     }
     for name, check in checks.items():
         try:
             check()
         except (Exception, SystemExit) as error:
-            report.add(name, error)
-    if len(report.returns) == 1 and min(report.returns) > 0:
-        report.warnings.append(f"every episode earned {min(report.returns):g}, whatever the "
-                               "response: nothing can be learned from such a reward")  # fmt: skip
+            text = str(error) if isinstance(error, Problem) else describe_error(error)
+            report.problems.append(f"{name}: {text}")
     env.close()
-    if os.getcwd() != folder:
-        report.problems.append("the environment changed the working directory")
-        os.chdir(folder)
     return report
-
-
-def hostile_texts(seed: int | str) -> list[str]:
-    """Returns 340 texts that a policy may answer: empty, broken, very long, and mixtures."""
-    rng = random.Random(seed)
-    mixtures = ["".join(rng.choices(PIECES, k=rng.randint(1, 8))) for _ in range(200)]
-    return [*PIECES, *LONG, *mixtures]
 
 
 def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
@@ -197,8 +147,6 @@ def _check_seeds(report: Report, other_process: bool) -> None:
     if first != digest(report.spec, seeds, reuse=False):
         raise Problem("the seed does not determine the episode: earlier episodes, the global "
                       "random generator or the time change it")  # fmt: skip
-    if first == digest(report.spec, [seed + 5 for seed in seeds]):
-        report.warnings.append("all seeds give the same episode")
     if other_process:
         done = subprocess.run(
             [sys.executable, "-m", "environments.plumbing.check", report.spec, *map(str, seeds)],
@@ -212,103 +160,63 @@ def _check_seeds(report: Report, other_process: bool) -> None:
 
 
 def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
-    agents, unended = env.agents, 0
-    outcomes: list[bool | None] = []  # whether each episode succeeded; None: it does not say
-
-    def respond(agent: str, turn: int) -> str:
-        if agents and agent not in agents:
-            raise Problem(f"{agent!r} acts, but is not one of {', '.join(agents)} (`agents`)")
-        if isinstance(env, SingleAgentEnv) and not isinstance(env.trivial(), str | None):
-            raise Problem("trivial() must return a text or None")
-        text = env.demonstrate(agent)
-        if text != env.demonstrate(agent):
-            raise Problem("demonstrate() returned another text the second time")
-        if text is None:
-            return env.guess(agent, random.Random(turn)) or "?"
-        if agents and agent != agents[seed % len(agents)]:
-            return env.demonstrate(agent, hasty=True) or "?"
-        demonstrated.update({agent} & {*agents})
-        return text
-
-    for i in range(num_seeds):
-        seed, demonstrated = (TRAIN_SEEDS, DEMO_SEEDS, EVAL_SEEDS)[i % 3][i // 3], set[str]()
-        turns = _play(report, env, seed, respond, MAX_TURNS)[1]
-        last = {agent: step for _, steps in turns for agent, step in steps.items()}
-        correct = {a: last[a].info.get("correct") for a in demonstrated & {*last} or last}
-        ended = not _asked(turns[-1][1])
-        unended += not ended
-        is_scored = all(isinstance(value, bool) for value in correct.values())
-        outcomes.append(any(correct.values()) if is_scored or not ended else None)
-        returns = _returns(turns)
-        report.returns.update(returns.values() if ended else ())
-        for agent in demonstrated & {*correct}:
-            report.demonstrations.append((returns[agent], bool(correct[agent])))
+    seeds = [(TRAIN_SEEDS, DEMO_SEEDS, EVAL_SEEDS)[i % 3][i // 3] for i in range(num_seeds)]
+    outcomes = [_demonstrate(report, env, seed) for seed in seeds]
     if unscored := outcomes.count(None):
         report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
                                'info["correct"]: they count as wrong')  # fmt: skip
     if True in outcomes or unscored == num_seeds:
         return
-    count, guesses = len(report.demonstrations), f"{num_seeds} episodes of guesses"
-    text = f"none of {f'{count} demonstrations' if count else guesses} succeeds"
-    text += f"; {unended} episodes do not end within {MAX_TURNS} turns" if unended else ""
+    count = len(report.demonstrations)
+    played = f"{count} demonstrations" if count else f"{num_seeds} episodes of guesses"
+    text = f"none of {played} succeeds"
     if count and isinstance(env, SingleAgentEnv):
         raise Problem(text)
     report.warnings.append(text)  # without demonstrations, or against other agents
 
 
-def _check_batch(report: Report) -> None:
-    """Steps several instances in one call, as training does, where their class can."""
-    if not isinstance(env := make(report.spec), Env) or not has_step_batch(env):
-        return
-    texts = ["", "12", "an answer", "<answer>of several words</answer>"]
-    envs: list[Any] = [env, *(make(report.spec) for _ in texts[1:])]
-    for seed, each in enumerate(envs):
-        each.reset(seed)
-    together = type(env).step_batch(envs, texts)
-    if len(together) != len(texts):
-        raise Problem(f"{len(together)} steps for {len(texts)} responses")
-    for seed, (text, step) in enumerate(zip(texts, together, strict=True)):
-        if isinstance(step, Exception):
-            raise step
-        env.reset(seed)
-        alone = checked_step(env.step(text), PLAYER, True)
-        if alone.reward != checked_step(step, PLAYER, True).reward:
-            report.warnings.append(
-                f"the response {text!r} earned {step.reward:g} beside others and {alone.reward:g} "
-                "alone, which is right only if rewards compare responses")  # fmt: skip
-            return
+def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> bool | None:
+    """Plays an episode as the warm start does: one agent demonstrates, the others do so hastily.
+
+    Returns whether it succeeded; None: it does not say.
+    """
+    best = env.agents[seed % len(env.agents)] if env.agents else ""
+    demonstrated = False
+
+    def respond(agent: str, turn: int) -> str:
+        nonlocal demonstrated
+        if best and agent not in env.agents:
+            raise Problem(f"{agent!r} acts, but is not one of {', '.join(env.agents)} (`agents`)")
+        text = env.demonstrate(agent, hasty=bool(best) and agent != best)
+        demonstrated |= agent == best and text is not None
+        return env.guess(agent, random.Random(turn)) or "?" if text is None else text
+
+    turns = [steps for _, steps in _play(report, env, seed, respond, MAX_TURNS)[1]]
+    last = {agent: step for steps in turns for agent, step in steps.items()}
+    judged = [last[best]] if demonstrated and best in last else [*last.values()]
+    correct = [step.info.get("correct") for step in judged]
+    if demonstrated and best in last:
+        episode_return = sum(steps[best].reward for steps in turns if best in steps)
+        report.demonstrations.append((episode_return, bool(correct[0])))
+    is_scored = _asked(turns[-1]) or all(isinstance(value, bool) for value in correct)
+    return any(correct) if is_scored else None
 
 
-def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> None:
-    """Plays the texts one after another; after the end of an episode, and an error, a new one."""
-    started, waiting, seed, failures = time.monotonic(), set[str](), 0, 0
-    turns: Turns = []
-    texts = [*hostile_calls(env), *hostile_texts(report.spec)]
-    for number, text in enumerate(texts):
-        if time.monotonic() - started > seconds:
-            report.warnings.append(f"only {number} of {len(texts)} hostile texts in {seconds:g} s")
-            break
+def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
+    """Plays the texts one after another; after the end of an episode a new one."""
+    calls = [
+        call_text(name_of(tool), **dict.fromkeys(parameters_of(tool), value))
+        for tool in schemas(env)
+        for value in ODD_VALUES
+    ]
+    waiting = set[str]()
+    for seed, text in enumerate([*ODD_TEXTS, *calls]):
+        waiting = waiting or {*_reset(env, seed)}
         try:
-            if not waiting:
-                seed += 1
-                waiting, turns = set(_reset(env, seed)), []
-            cpu = time.process_time()
-            steps = _step(report, env, dict.fromkeys(sorted(waiting), text))
-            turns.append(({}, steps))
-            if (cpu := time.process_time() - cpu) > MAX_STEP_SECONDS:
-                raise Problem(f"step took {cpu:.1f} s")
-            waiting = _asked(steps)
-            if not waiting:
-                report.returns.update(_returns(turns).values())
+            waiting = _asked(_step(report, env, dict.fromkeys(sorted(waiting), text)))
         except (Exception, SystemExit) as error:
-            response = f"response {text[:30]!a} of {len(text)} characters"
-            report.add(response, error)
-            waiting, failures = set(), failures + 1
-            if failures == FEW_PROBLEMS:
-                break
-    if seed == 1 and not failures:
-        report.warnings.append("unreadable responses never end an episode; limit them, as "
-                               "parsing.Retries does")  # fmt: skip
+            problem = str(error) if isinstance(error, Problem) else describe_error(error)
+            raise Problem(f"response {text[:30]!a} of {len(text)} characters: {problem}") from error
 
 
 def _check_openings(report: Report, env: MultiAgentEnv, seconds: float) -> None:
@@ -350,53 +258,22 @@ def _play(
 
 
 def _reset(env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
-    """Returns the openings of the agents that act first. Raises Problem if one is invalid."""
-    try:
-        by_agent = checked_openings(env.reset(seed))
-    except TypeError as error:
-        raise Problem(str(error)) from error
-    for agent, messages in by_agent.items():
-        if not messages:
-            raise Problem(f"reset({seed}) returned no messages for {agent}")
+    """Returns the openings of the agents that act first. Raises Problem if there are none."""
+    by_agent = checked_openings(env.reset(seed))
+    if not by_agent or not all(by_agent.values()):
+        raise Problem(f"reset({seed}) returned no messages")
+    for messages in by_agent.values():
         _check_messages(messages)
-    if not by_agent:
-        raise Problem(f"reset({seed}) asks nobody to act")
     return by_agent
 
 
 def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
-    """Returns the steps of the agents. Raises Problem if one is invalid."""
-    steps = env.step(responses)
-    for agent, step in steps.items():
-        try:
-            steps[agent] = step = checked_step(step, agent, isinstance(env, SingleAgentEnv))
-        except Exception as error:
-            raise Problem(str(error)) from None
+    steps = checked_steps(env.step(responses), isinstance(env, SingleAgentEnv))
+    for step in steps.values():
         _check_messages(step.messages)
-        if step.info.get("agent_error") and not report.broken:
-            report.broken = describe_error(_program_error(env))
-            report.warnings.append(f"the program ended with {report.broken}: in training such an "
-                                   "episode earns the lowest reward")  # fmt: skip
         low, high = report.rewards
         report.rewards = min(low, step.reward), max(high, step.reward)
     return steps
-
-
-def _program_error(env: MultiAgentEnv) -> BaseException:
-    """The exception with which an agent program (environments/adapters/agent.py) ended."""
-    inner: Any = env
-    while not isinstance(error := getattr(inner, "error", None), BaseException):
-        inner = inner.env
-    return error
-
-
-def _returns(turns: Turns) -> dict[str, float]:
-    """The return of each agent."""
-    returns: dict[str, float] = defaultdict(float)
-    for _, steps in turns:
-        for agent, step in steps.items():
-            returns[agent] += step.reward
-    return returns
 
 
 def _asked(steps: dict[str, Step]) -> set[str]:
@@ -405,10 +282,8 @@ def _asked(steps: dict[str, Step]) -> set[str]:
 
 def _check_messages(messages: list[Message]) -> None:
     for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise Problem(f"{message!r:.80} is no message with a role of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise Problem(f"the content of {message!r:.80} is no text")
+        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            raise Problem(f"{message!r:.80} is no text with a role of {', '.join(ROLES)}")
 
 
 if __name__ == "__main__":  # the other process of _check_seeds

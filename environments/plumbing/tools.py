@@ -285,19 +285,6 @@ def with_tools(env: Env | MultiAgentEnv, read_calls: ReadCalls = read_calls) -> 
     return as_multi(ToolEnv(env, read_calls) if isinstance(env, Env) else env)
 
 
-def hostile_calls(env: Env | MultiAgentEnv) -> list[str]:
-    """Calls with which a policy may attack the tools of an environment."""
-    values: list[Any] = [None, True, -1, 10**30, 1e308, "", "\ud800", "9" * 50_000, "(" * 50_000]
-    values += ["9**9**9", "\x00", "../../etc/passwd", "é🎲" * 9_000, [], [[]] * 999, {}, {"a": {}}]
-    texts = []
-    for schema in schemas(env):
-        name, keys = name_of(schema), list(parameters_of(schema))
-        texts += [call_text(name, **dict.fromkeys(keys, value)) for value in values]
-        texts += [call_text(name), call_text(name, other=1), call_text(name) * 99]
-        texts += [call_text(name)[:-20], OPENING * 9_000, f"{OPENING}{'[' * 90_000}", OPENING]
-    return texts
-
-
 def _as_json(value: Any) -> Any:
     """A result that JSON does not have as numbers, a list or a text; raises TypeError without one.
 
