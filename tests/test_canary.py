@@ -119,9 +119,7 @@ def test_two_canaries_in_a_row_are_a_warning(lags, named):
     records = [{"update": 1}, *({"update": 2 + i, "gap/canary": lag} for i, lag in enumerate(lags))]
     warnings = diagnostics.new_warnings(records)
     assert [*warnings] == ["stale_weights"] * bool(named)
-    assert all(
-        f"the sampler lacks {named} of an update" in message for message in warnings.values()
-    )
+    assert all(named in message for message in warnings.values())
 
 
 def test_ctrl_c_is_answered_while_a_server_is_waited_for(command, monkeypatch):

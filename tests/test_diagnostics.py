@@ -1,4 +1,4 @@
-"""Warnings: recorded runs raise those that they should, and every threshold has two sides."""
+"""Warnings: recorded runs raise those that they should, and every fact has two sides."""
 
 import math
 import re
@@ -10,14 +10,15 @@ from algorithms import grpo
 from core import diagnostics
 from core.config import KNOWN, Config, resolve
 from core.files.run_log import read_records
-from environments import base
+from core.invariants import FACTS, Fact
 
 RUNS = Path(__file__).parent.parent / "runs"
+ROWS = [fact for fact in (*FACTS, *diagnostics.SYMPTOMS) if isinstance(fact, Fact)]
 
 
-def raised(records, by_group=True):
+def raised(records, **settings):
     """(name, update) of all warnings, raised record by record as in training."""
-    cfg = Config(lr=5e-5, algo="grpo" if by_group else "reinforce")
+    cfg = resolve(Config(**{"lr": 5e-5, "dtype": "bfloat16"} | settings))
     return [
         (name, records[end - 1]["update"])
         for end in range(1, len(records) + 1)
@@ -40,7 +41,7 @@ def run_of(updates, accuracies=(), **metrics):
 
 
 def test_a_recorded_run_that_fell_raises_its_warning():
-    assert raised(read_records(RUNS / "smollm2/coin-seed0.jsonl"))[1] == ("below_start", 10)
+    assert ("below_start", 10) in raised(read_records(RUNS / "smollm2/coin-seed0.jsonl"))
 
 
 @pytest.mark.parametrize("pattern", [
@@ -55,96 +56,137 @@ def test_healthy_runs_end_without_a_warning(pattern):
     }
 
 
+@pytest.mark.parametrize("fact", ROWS, ids=lambda fact: f"{fact.name} {fact.metric}")
+def test_a_row_has_two_sides(fact):
+    dtype = next(t for t in ("bfloat16", "float32") if not fact.unless(Config(dtype=t)))
+    high = fact.beyond[1]
+    inside, outside = (run_of(15, **{fact.metric: x}) for x in (high, 1.02 * high or 0.02))
+    assert fact.name not in dict(raised(inside, dtype=dtype))
+    assert [at for name, at in raised(outside, dtype=dtype) if name == fact.name] == [fact.updates]
+
+
+def test_a_row_shows_its_number_and_its_example_and_wants_all_updates_to_agree():
+    records = run_of(1, groups__prompts_differ=0.25, example__prompt="'{a}' for 'b'")
+    (line,) = diagnostics.new_warnings(records).values()
+    assert "25%" in line and "'{a}' for 'b' (groups/prompts_differ); try " in line
+    assert raised(run_of(9, groups__advantage_sum=lambda update: update % 2)) == []
+
+
+ALIVE = {
+    "groups__zero_std_fraction": 0.5, "tokens__trained": 99, "update__steps": 1, "grad__norm": 0.2,
+    "update__skipped": 0, "update__moved": 0.01, "gap__logprob_mean": 1e-7,
+}  # fmt: skip
+SEVERAL = ALIVE | {"update__steps": 4}
+NO_SPREAD, RIGHT = "groups__zero_std_fraction", "groups__all_right"
+ENTROPY, CORRECT, KL = "policy__entropy", "reward__correct", "kl__reference"
+LOW = {ENTROPY: 0.01, CORRECT: 0.5, RIGHT: 0.5}
+SAMPLED, FAILED = {"tokens__sampled": 99}, {"episodes__failed": 0.1}
+MOVED = {"update__moved": 0.01, "gap__logprob_mean": 1e-3}
+SURPRISE = {"policy__entropy": 0.5, "gap__logprob_mean": 0}
+
+
+def surprise(mean, z):
+    return SURPRISE | {"gap__surprise": mean, "gap__surprise_z": z}
+
+
+def equal(found, likely=100):
+    return {"groups__equal_answers": found, "groups__likely_equal": likely}
+
+
 def after_1(value):
     """A metric that is 0 in update 1."""
     return lambda update: value * (update > 1)
 
 
-NO_SPREAD, RIGHT = "groups__zero_std_fraction", "groups__all_right"
-ENTROPY, CORRECT = "policy__entropy", "reward__correct"
-DIRECTION, GAP = "update__direction", "gap__logprob_mean"
-MOVED = {"update__moved": 0.01, GAP: 0.001}
-SAMPLED, TRAINED, KL = {"tokens__sampled": 99}, "tokens__trained", "kl__reference"
-LOW = {ENTROPY: 0.01, CORRECT: 0.5, RIGHT: 0.5}
-
-
 @pytest.mark.parametrize(
-    ("name", "below", "above"),
+    ("name", "fine", "wrong"),
     [
-        ("weights_at_cap", {"weights__capped": 0.049}, {"weights__capped": 0.051}),
-        ("kl_runaway", {"kl__approx": 0.049}, {"kl__approx": 0.051}),
-        ("kl_runaway", {"update__moved": 0.29}, {"update__moved": 0.31}),
-        ("wrong_direction", MOVED | {DIRECTION: 0.11}, MOVED | {DIRECTION: 0.09}),
-        ("wrong_direction", MOVED | {DIRECTION: 0.0, GAP: 0.006}, MOVED | {DIRECTION: 0.0}),
-        ("mixed_groups", {"groups__openings": 1.0}, {"groups__openings": 1.1}),
-        ("same_tasks", {"groups__repeated": 0.99}, {"groups__repeated": 1.0}),
-        ("loss_weight", {"loss__weight": 1.0005}, {"loss__weight": 1.002}),
-        ("tokens_left_out", SAMPLED | {TRAINED: 99}, SAMPLED | {TRAINED: 90}),
-        (
-            "tokens_left_out",
-            SAMPLED | {TRAINED: 9, "episodes__failed": 0.1},
-            SAMPLED | {TRAINED: 100},
-        ),
+        ("loss_weight", {"loss__weight": 0.0}, {"loss__weight": 0.5}),
+        ("loss_weight", {"loss__weight": 1.0005}, {"loss__weight": 1.01}),
+        ("tokens_left_out", SAMPLED | {"tokens__trained": 99}, SAMPLED | {"tokens__trained": 90}),
+        ("tokens_left_out", SAMPLED | FAILED | {"tokens__trained": 9},
+         SAMPLED | {"tokens__trained": 100}),
+        ("wrong_direction", ALIVE | {"update__direction": 0.11},
+         ALIVE | {"update__direction": 0.09}),
+        ("wrong_direction", ALIVE | {"update__direction": 0.0, "gap__logprob_mean": 0.006},
+         ALIVE | {"update__direction": 0.0}),
+        ("passes_lost", {"update__steps": 1, "grad__passes": 1.04},
+         {"update__steps": 1, "grad__passes": 1.06}),
+        ("no_movement", ALIVE, ALIVE | {"update__moved": 0.0}),
+        ("no_movement", ALIVE | {"update__unchanged": 0}, ALIVE | {"update__unchanged": 1}),
+        ("no_movement", ALIVE | {NO_SPREAD: 1, "grad__norm": 0.0, "update__moved": 0.0},
+         ALIVE | {"grad__norm": 0.0, "update__skipped": 1, "update__steps": 0}),
+        ("weights_unchanged", ALIVE | {"update__unchanged": 0}, ALIVE | {"update__unchanged": 0.1}),
+        ("step_size", ALIVE | {"update__step_size": 0.1}, ALIVE | {"update__step_size": 0.02}),
+        ("step_size", ALIVE | {"update__step_size": 3.0}, ALIVE | {"update__step_size": 5.0}),
+        ("step_size", SEVERAL | {"update__step_size": 5.0}, SEVERAL | {"update__step_size": 17.0}),
+        ("step_size", ALIVE | {"update__step_size": 0.01, "update__lr": 5e-7},
+         ALIVE | {"update__step_size": 0.01, "update__lr": 5e-5}),
+        ("step_size", ALIVE | {"update__step_size": 0.0, "update__lr": 0.0},  # the schedule's end
+         ALIVE | {"update__step_size": 0.0}),
+        ("step_size", ALIVE | {"update__masters_apart": 0.1}, ALIVE | {"update__masters_apart": 0}),
+        ("ratio_stays_one", SEVERAL | {"kl__approx": 2e-5}, SEVERAL | {"kl__approx": 0.0}),
+        ("ratio_stays_one", ALIVE | {"kl__approx": 0.0}, SEVERAL | {"kl__approx": 0.0}),
+        ("reference_differs", {KL: 1e-7}, {KL: 1e-3}),
         ("reference_moves", MOVED | {KL: after_1(1e-5)}, MOVED | {KL: 0.0}),
         ("reference_moves", {KL: 0.0, "update__moved": 1e-7}, MOVED | {KL: 0.0}),
-        ("reference_moves", MOVED | {KL: 0.0, GAP: 0.004}, MOVED | {KL: 0.0, GAP: 0.003}),
-        ("never_stops", {"length__hit_token_limit": 0.94}, {"length__hit_token_limit": 0.96}),
-        ("episodes_cut", {"episodes__truncated": 0.19}, {"episodes__truncated": 0.21}),
-        ("sampler_gap", {"gap__logprob_mean": 0.049}, {"gap__logprob_mean": 0.051}),
-        ("sampler_gap", {"gap__logprob_max": 4.9}, {"gap__logprob_max": 5.1}),
+        ("reference_moves", MOVED | {KL: 0.0, "gap__logprob_mean": 0.004}, MOVED | {KL: 0.0}),
+        ("equal_answers", equal(105), equal(300)),
+        ("equal_answers", equal(95), equal(0)),
+        ("draws_otherwise", surprise(0.1, 1.0), surprise(0.1, 4.0)),
+        ("draws_otherwise", surprise(0.005, 9.0), surprise(-0.02, -9.0)),
         ("entropy_collapse", {ENTROPY: 0.021, CORRECT: 0.5}, {ENTROPY: 0.019, CORRECT: 0.5}),
         ("entropy_collapse", {ENTROPY: 0.01, CORRECT: 0.91}, {ENTROPY: 0.01, CORRECT: 0.89}),
-        ("entropy_collapse", {**LOW, NO_SPREAD: 0.64}, {**LOW, NO_SPREAD: 0.66}),  # 0.7 of a half
+        ("entropy_collapse", LOW | {NO_SPREAD: 0.64}, LOW | {NO_SPREAD: 0.66}),  # 0.7 of a half
         ("dead_groups", {NO_SPREAD: 0.874, RIGHT: 0.5}, {NO_SPREAD: 0.876, RIGHT: 0.5}),
         ("dead_groups", {NO_SPREAD: 1.0, RIGHT: 0.91}, {NO_SPREAD: 1.0, RIGHT: 0.89}),
     ],
-)
-def test_threshold_has_two_sides(name, below, above):
-    assert raised(run_of(15, **below)) == []
-    [(found, update)] = raised(run_of(15, **above))  # once
-    # at the first full window; three updates of a clear sign are enough, and two of a certain one
-    slow = name in ("weights_at_cap", "episodes_cut", "entropy_collapse", "dead_groups")
-    certain = name == "same_tasks" or "gap__logprob_max" in above
-    expected = 5 if slow and above.get(NO_SPREAD) != 1 else 2 if certain else 3
-    assert (found, update) == (name, expected)
+)  # fmt: skip
+def test_a_function_has_two_sides(name, fine, wrong):
+    assert raised(run_of(8, **fine)) == []
+    assert [found for found, _ in raised(run_of(8, **wrong))] == [name]
 
 
-def test_values_explain_nothing_where_all_returns_are_equal():
-    equal = {"reward__min": 1.0, "reward__max": 1.0}
-    assert diagnostics.new_warnings(run_of(3, **equal), Config(algo="ppo")) == {}
-
-
-def test_an_update_that_a_strong_kl_rules_may_have_any_direction():
-    records = run_of(3, **MOVED, **{DIRECTION: 0.0})
-    assert [*diagnostics.new_warnings(records)] == ["wrong_direction"]
-    assert diagnostics.new_warnings(records, cfg=Config(lr=5e-5, kl_coef=0.6)) == {}
+DIRECTION = ALIVE | {"update__direction": -0.5}
+WRONG_TOKENS = SAMPLED | {"tokens__trained": 90}
 
 
 @pytest.mark.parametrize(
-    ("metrics", "without", "with_it"),
+    ("settings", "wrong"),
     [
-        ({GAP: 6e-4}, Config(), Config(dtype="float32")),  # whose rounding is smaller
-        ({GAP: 0.06}, Config(staleness=1), Config()),  # samples of older weights differ
-        (SAMPLED | {TRAINED: 90}, Config(mask_truncated_completions=True), Config()),
-        (SAMPLED | {TRAINED: 90}, Config(filter_groups=1), Config()),
-        ({"loss__weight": 1.9}, resolve(Config(options=grpo.Options("dr_grpo"))), Config()),
+        ({"lr": 0.0}, ALIVE | {"update__moved": 0.0}),
+        ({"kl_coef": 0.1, "num_epochs": 2}, {KL: 0.01}),
+        ({"staleness": 1}, surprise(0.1, 9.0)),
+        ({"staleness": 1}, {"gap__logprob_mean": 0.06}),
+        ({"filter_groups": 2}, surprise(0.1, 9.0)),
+        ({"filter_groups": 1}, WRONG_TOKENS),
+        ({"mask_truncated_completions": True}, WRONG_TOKENS),
+        ({"gamma": 0.9}, DIRECTION),
+        ({"reward_coef": 0.0}, DIRECTION),
+        ({"kl_coef": 1.0}, DIRECTION),
+        ({"options": grpo.Options("dr_grpo")}, {"loss__weight": 1.9}),
+        ({"algo": "ppo"}, {"reward__min": 1.0, "reward__max": 1.0}),
     ],
-)
-def test_settings_that_explain_a_metric(metrics, without, with_it):
-    records = run_of(3, **metrics)
-    assert diagnostics.new_warnings(records, without) == {}
-    assert len(diagnostics.new_warnings(records, with_it)) == 1
+)  # fmt: skip
+def test_a_fact_is_not_judged_where_it_need_not_hold(settings, wrong):
+    assert raised(run_of(6, **wrong), **settings) == []
+    assert raised(run_of(6, **wrong)) != []
 
 
-@pytest.mark.parametrize(
-    ("seen", "openings", "tasks", "found"),
-    [(0.06, 254, 254, 1), (0.04, 254, 254, 0), (1.0, 253, 254, 0), (1.0, 32, 32, 0)],
-)
-def test_held_out_tasks_that_training_has_had_are_a_warning(seen, openings, tasks, found):
-    records = run_of(2, {0: 0.5, 2: 0.5})
-    values = {"seen": seen, "openings": openings, "tasks": tasks}
-    records[-1] |= {f"eval/e:k=1/{key}": value for key, value in values.items()}
-    assert raised(records) == [("held_out_seen", 2)] * found
+@pytest.mark.parametrize(("name", "fine", "wrong"), [
+    ("answers_unchanged", {"same_answers": 0.9}, {"same_answers": 1.0}),
+    ("answers_unchanged", {"same_answers": 1.0, "tokens_mean": 2}, {"same_answers": 1.0}),
+    ("tasks_missing", {"asked": 64, "played": 64}, {"asked": 64, "played": 63}),
+    ("held_out_seen", {"seen": 0.04, "openings": 64}, {"seen": 0.06, "openings": 64}),
+    ("held_out_seen", {"seen": 1.0, "openings": 63}, {"seen": 1.0, "openings": 64}),
+    ("held_out_seen", {"seen": 1.0, "openings": 32, "tasks": 32}, {"seen": 1.0, "openings": 64}),
+])  # fmt: skip
+def test_facts_of_evaluations(name, fine, wrong):
+    for metrics, expected in ((fine, []), (wrong, [(name, 6)])):
+        records = run_of(6, {0: 0.4, 6: 0.4}, update__moved=0.01)
+        metrics = {"tasks": 64, "tokens_mean": 9} | metrics
+        records[-1] |= {f"eval/e:k=1/{key}": value for key, value in metrics.items()}
+        assert raised(records, eval_num_tasks=64) == expected
 
 
 def test_rising_reward_with_falling_accuracy_is_a_warning():
@@ -162,25 +204,14 @@ def test_rising_reward_with_falling_accuracy_is_a_warning():
     assert raised(run_of(25, too_close, reward__mean=reward)) == []
 
 
-@pytest.mark.parametrize(
-    ("correct", "found"), [(0.24, [("reward_without_accuracy", 20)]), (0.26, [])]
-)
-def test_rising_reward_with_half_as_many_correct_rollouts_is_a_warning(correct, found):
-    def level(before, after):
-        return lambda u: (before if u <= 10 else after) + 0.001 * (-1) ** u
-
-    metrics = {"reward__mean": level(0.3, 0.6), CORRECT: level(0.5, correct)}
-    assert raised(run_of(20, **metrics)) == found
-
-
 def test_warning_is_repeated_only_after_ten_updates_without_it():
-    def capped(u):  # its mean over five updates is too high at 5-7, 17-20 and 42-44
-        return 0.1 if u <= 5 or u in (15, 16, 17, 18, 40, 41, 42) else 0.0
+    def cut(u):  # of the last three updates each is cut at 3-5 and 15-20 and 42-44
+        return 1.0 * (u <= 5 or 13 <= u <= 20 or 40 <= u <= 44)
 
-    first, last = ("weights_at_cap", 5), ("weights_at_cap", 42)
-    assert raised(run_of(50, weights__capped=capped)) == [first, last]
-    later = run_of(50, weights__capped=lambda u: capped(u - 1 if u > 6 else u))
-    assert ("weights_at_cap", 18) in raised(later)
+    first, last = ("never_stops", 3), ("never_stops", 42)
+    assert raised(run_of(50, length__hit_token_limit=cut)) == [first, last]
+    later = run_of(50, length__hit_token_limit=lambda u: cut(u - 1 if u > 6 else u))
+    assert ("never_stops", 16) in raised(later)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
@@ -188,39 +219,25 @@ def test_missing_and_non_finite_values_raise_no_warning(value):
     page = (RUNS.parent / "core/README.md").read_text(encoding="utf-8")
     names = {*re.findall(r"`([a-z]+/\w+)`", page), "info/agent_error"}
     metrics = {name.replace("/", "__"): value for name in names}
-    records = run_of(15, {0: 0.1, 5: 0.5, 15: 0.1}, **metrics)
-    assert raised(records) == []
-
-
-class Unrewarded(base.Env):
-    def reset(self, seed):
-        return [{"role": "user", "content": f"{seed}?"}]
-
-    def step(self, response):
-        return base.Step(None, 0.0, True, {"correct": False})
-
-
-FLAGS = """--env unrewarded --sft-steps 0 --num-updates 4 --num-prompts 2 --group-size 2
-    --eval-num-tasks 2 --eval-every 0 --save-every 0 --max-tokens 4 --device cpu""".split()
+    assert raised(run_of(15, {0: 0.1, 5: 0.5, 15: 0.1}, **metrics)) == []
 
 
 NOTHING = {"reward__min": 0.0, "reward__max": 0.0, NO_SPREAD: 1.0, RIGHT: 0.0}
 
 
-@pytest.mark.parametrize("by_group", [True, False])
-def test_a_run_that_never_earned_a_reward_says_so_instead_of_dead_groups(by_group):
-    assert raised(run_of(2, **NOTHING), by_group) == []
-    assert raised(run_of(15, **NOTHING), by_group) == [("no_reward", 3)]
+@pytest.mark.parametrize("algo", ["grpo", "reinforce"])
+def test_a_run_that_never_earned_a_reward_says_so_instead_of_dead_groups(algo):
+    assert raised(run_of(2, **NOTHING), algo=algo) == []
+    assert raised(run_of(15, **NOTHING), algo=algo) == [("no_reward", 3)]
     lost = NOTHING | {"reward__min": -1.0, "reward__max": -1.0}
-    assert raised(run_of(9, **lost), by_group) == [("no_reward", 3)]
-    dead = [("dead_groups", 3)] if by_group else []
+    assert raised(run_of(9, **lost), algo=algo) == [("no_reward", 3)]
+    dead = ["dead_groups"] if algo == "grpo" else []
     for earned in ({"reward__min": 1.0, "reward__max": 1.0}, {"reward__min": -1.0}):
-        assert raised(run_of(4, **NOTHING | earned), by_group) == dead
+        assert [name for name, _ in raised(run_of(6, **NOTHING | earned), algo=algo)] == dead
     once = NOTHING | {"reward__max": lambda update: 0.5 if update == 2 else 0.0}
-    assert "no_reward" not in dict(raised(run_of(15, **once), by_group))
-    cfg = Config(algo="grpo" if by_group else "reinforce", reward_coef=0.0)
-    unrated = diagnostics.new_warnings(run_of(3, **NOTHING), cfg)
-    assert [*unrated] == [name for name, _ in dead]  # of a run that trains on a KL alone
+    assert "no_reward" not in dict(raised(run_of(15, **once), algo=algo))
+    unrated = raised(run_of(6, **NOTHING), algo=algo, reward_coef=0.0)
+    assert [name for name, _ in unrated] == dead  # of a run that trains on a KL alone
 
 
 def test_without_a_reward_the_environments_that_tiny_knows_are_named():
@@ -232,7 +249,6 @@ def test_without_a_reward_the_environments_that_tiny_knows_are_named():
     assert {*KNOWN} == known and all(spec in other for spec in known)
     assert "letter_counting" not in advice(resolve(Config()))  # it runs already
     assert "tiny" not in advice(Config(model_id="me/mine"))
-    assert advice(Config(reward_coef=0.0)) == ""
 
 
 def reward_of(update, low=0.1):
@@ -252,9 +268,7 @@ def reward_of(update, low=0.1):
 def test_a_reward_that_falls_below_its_start_is_a_warning(changes, updates):
     records = run_of(8, **{"reward__mean": reward_of, "reward__std": 0.44} | changes)
     assert raised(records) == ([("below_start", updates)] if updates else [])
-    if updates:  # the mean of few rollouts is too uncertain
-        few = Config(lr=5e-3, num_prompts=4)
-        assert diagnostics.new_warnings(records[: updates + 1], cfg=few) == {}
+    assert raised(records, num_prompts=4) == []  # the mean of few rollouts is too uncertain
 
 
 @pytest.mark.parametrize(("later", "found"), [(0.39, "below_start"), (0.41, None), (0.6, None)])
@@ -268,18 +282,3 @@ def test_a_reward_that_is_always_the_same_is_not_blamed_on_the_policy(reward):
     equal = {NO_SPREAD: 1.0, "reward__min": reward, "reward__max": reward}
     for right in (0.0, 1.0):
         assert raised(run_of(9, **equal, **{RIGHT: right})) == [("dead_groups", 3)]
-
-
-@pytest.mark.parametrize(
-    ("losses", "accuracy", "memorized"),
-    [([0.3, 0.02], 0.02, False), ([0.02, 0.02], 0.0, True), ([0.02, 0.02], 0.6, False),
-     ([0.02, 0.02, 0.3], 0.0, False), ([], 0.0, False)],
-)  # fmt: skip
-def test_a_warm_start_that_knows_only_its_demonstrations_is_a_warning(losses, accuracy, memorized):
-    """exp(-0.02 · 20) = 0.67: half of it is more than 0.05 and less than 0.65."""
-    steps = [{"sft_step": 20 * (i + 1), "sft/loss": loss} for i, loss in enumerate(losses)]
-    records = run_of(5, {0: accuracy})
-    records[0]["eval/e:k=1/tokens_mean"] = 20
-    found = diagnostics.new_warnings([*steps, *records[:1]])
-    assert [*found] == ["memorized"] * memorized
-    assert diagnostics.new_warnings([*steps, *records[:2]]) == {}

@@ -1,200 +1,97 @@
-"""core/report/doctor.py says what a run shows, from its records."""
+"""core/report/doctor.py shows what a run logged: its warnings, its accuracy, the next step."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from core import results
 from core.files.run_log import read_records
-from core.report import compare, doctor
+from core.report import doctor
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
 
 
 def update(number, reward=0.5, **metrics):
-    noise = 0.01 * (-1) ** number
-    return {"update": number, "reward/mean": reward + noise, "grad/norm": 0.3, "loss": 0.001,
-            "groups/zero_std_fraction": 0.25, "groups/all_right": 0.1} | metrics  # fmt: skip
+    return {"update": number, "reward/mean": reward + 0.01 * (-1) ** number} | metrics
 
 
-def evaluation(accuracy, p=None, low=None, high=None):
-    low, high = low or max(0, accuracy - 0.05), high or accuracy + 0.05
-    found = {"accuracy": accuracy, "ci_low": low, "ci_high": high, "tasks": 256, "p_value": p}
+def evaluation(accuracy, p=None, low=None, **returns):
+    found = {"accuracy": accuracy, "ci_low": low or accuracy - 0.05, "ci_high": accuracy + 0.05}
+    found |= {"tasks": 256, "p_value": p} | returns
     return {f"eval/sums/{name}": value for name, value in found.items()}
 
 
-def shown(records):
-    settings = {"algo": "grpo", "lr": 1e-5}
-    return [*map(str, doctor.findings(Path("runs/a"), settings, records))]
+def shown(records, folder=Path("runs/a"), **config):
+    return doctor.findings(folder, {"algo": "grpo", "lr": 1e-5} | config, records)
+
+
+def trained(after, rewards=lambda n: n / 50, updates=20, **metrics):
+    """A run with an evaluation before and after it."""
+    rows = [{"update": 0} | evaluation(0.2)]
+    rows += [update(n, rewards(n), **metrics) for n in range(1, updates + 1)]
+    rows[-1] |= after
+    return rows
 
 
 def test_a_healthy_run_has_one_finding_with_the_next_step():
-    rising = [{"update": 0} | evaluation(0.2), *(update(n, n / 50) for n in range(1, 21))]
-    rising[-1] |= evaluation(0.5, p=1e-9)
-    assert shown(rising) == [
-        "It learns: accuracy on held-out tasks of sums rose from 0.20 to 0.50 (report.html: "
-        "Held-out accuracy). Next: more updates, as the reward still rises (0.26 to 0.36 in the "
-        "last 5 updates): python train.py --resume runs/a --num-updates 40"
-    ]
-    rising[-1] |= evaluation(0.97, p=1e-9)
-    assert shown(rising)[0].endswith(
-        "or another algorithm: python train.py --config runs/a --algo reinforce"
+    (found,) = shown(trained(evaluation(0.5, p=1e-9)))
+    assert found.text == (
+        "It learns: held-out accuracy on sums [95%]: 0.20 [0.15, 0.25] before RL -> "
+        "0.50 [0.45, 0.55] after 20 updates (256 tasks, McNemar's p = 1e-09)"
+    )
+    assert found.next == (
+        "more updates, as the reward still rises (0.26 to 0.36 in the last 5 updates): "
+        "python train.py --resume runs/a --num-updates 40"
     )
 
 
-def test_numbers_that_differ_are_shown_with_digits_that_differ(tmp_path):
-    """97 and 96 of 254 right: 0.3819 and 0.3780, both 0.38; reward from 0.5000 to 0.5031."""
-    before, after = evaluation(97 / 254), evaluation(96 / 254, p=0.9)
-    rows = [{"update": 0} | before, *map(update, range(1, 21))]
-    for row in rows[1:]:
-        row["reward/mean"] = 0.5031 if row["update"] > 15 else 0.5
-    rows[-1] |= after
-    (line,) = [line for line in shown(rows) if "noise" in line]
-    assert "was 0.382 and is 0.378, with" in line and "(0.500 to 0.503 in the last" in line
-    assert results.accuracies_of("sums", before, before)[0] == "0.38 [0.33, 0.43]"
-    row = compare.table_rows([(tmp_path, {"env": ["sums"], "algo": "grpo"}, rows)])[0]
-    assert row[3] == "0.382 [0.332, 0.432] -> 0.378 [0.328, 0.428]"
+@pytest.mark.parametrize(("records", "verdict", "step"), [
+    (trained(evaluation(0.97, p=1e-9)), "It learns", "python train.py --config runs/a --algo rein"),
+    (trained(evaluation(1.0, p=1e-3, low=0.2)), "It learns", "still rises"),  # few tasks
+    (trained(evaluation(0.1, p=1e-9), lambda n: 1 - n / 50), "It has become worse", "--lr"),
+    (trained(evaluation(0.23, p=0.4), lambda n: 0.5), "The change may be chance", "--eval-num"),
+    (trained(evaluation(0.5, p=1e-9), length__hit=1, updates=4), "It learns", "too few"),
+    (trained(evaluation(0.5, p=1e-9), **{"length/hit_token_limit": 0.3}), "It learns", "--max-tok"),
+    (trained(evaluation(0.5)), "Held-out accuracy", "more updates"),  # of other tasks: no p
+    ([{"update": 0} | evaluation(0.2)], "Held-out accuracy", ""),
+])  # fmt: skip
+def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(records, verdict, step):
+    (found,) = shown(records)
+    assert found.text.startswith(f"{verdict}") and step in found.next
+    assert bool(step) == bool(found.next)
 
 
-def test_without_evaluations_the_reward_says_whether_it_learns():
-    (line,) = shown([update(n, n / 50) for n in range(1, 21)])
-    assert "It learns" in line and "0.06 to 0.36" in line and "--eval-num-tasks" in line
-    (line,) = shown([update(n, 1 - n / 50) for n in range(1, 21)])
-    assert "worse" in line and "0.94 to 0.64" in line and "a lower --lr than 1e-05" in line
-    moved = [update(n, n / 50, **{"update/moved": 0.0}) for n in range(1, 21)]  # all is chance
-    assert "no update has moved the policy" in shown(moved)[0]
+def test_where_no_answer_counts_as_right_the_mean_return_is_shown():
+    rows = [{"update": 0} | evaluation(0.0, return_mean=0.4), update(1)]
+    rows[-1] |= evaluation(0.0, p=1.0, return_mean=0.7, return_low=0.6, return_high=0.8)
+    (found,) = shown(rows)
+    assert found.text.startswith("No answer counts as right")
+    assert "mean return 0.40 -> 0.70 [0.60, 0.80]" in found.text
 
 
-def test_the_size_of_a_group_is_that_of_the_run():
-    dead = {"groups/zero_std_fraction": 0.9, "warnings": {"dead_groups": "dead; try easier tasks"}}
-    records = [update(n, **dead) for n in range(1, 7)]
-    (line,) = map(str, doctor.findings(Path("runs/a"), {"group_size": 4}, records))
-    assert "all 4 answers earned the same" in line
-
-
-def test_noise_is_called_noise_and_a_flat_reward_is_explained():
-    flat = [{"update": 0} | evaluation(0.40), *(update(n) for n in range(1, 21))]
-    flat[-1] |= evaluation(0.43, p=0.4)
-    noise, reward = shown(flat)
-    assert (
-        "in the noise" in shown([{"update": 0} | evaluation(0.4), update(1) | evaluation(0.4)])[0]
-    )
-    assert "in the noise: accuracy on held-out tasks of sums was 0.40 and is 0.43, with" in noise
-    assert "from 0.38 to 0.48 on 256 tasks" in noise and "updates" not in noise  # the next says it
-    assert "is flat: 0.50 in the first 5 updates, 0.50 in the last; answers" in reward
-    assert "in 75% of the groups" in reward and "norm of 0.3. The loss of 0.001 says" in reward
-
-
-def after_training(**metrics):
-    """What is next after 40 updates at a mean reward of 0.5, and an evaluation that is no better;
-    `metrics`: numbers, or functions of the update; names have __ for /."""
-    metrics = {name.replace("__", "/"): value for name, value in metrics.items()}
-    rows = [{"update": 0} | evaluation(0.2)]
-    for n in range(1, 41):
-        row = {name: value(n) if callable(value) else value for name, value in metrics.items()}
-        rows.append(update(n, **{"reward/correct": 0.5} | row))
-    rows[-1] |= evaluation(0.5, p=1e-9)
-    return shown(rows)[0]
-
-
-def test_whether_more_updates_help_is_said_as_surely_as_it_is_known():
-    assert "may be chance: python train.py --resume" in after_training(reward__std=0.3)
-    still = {"reward__mean": 0.5, "reward__std": 0.3}
-    assert "as the reward has stopped rising" in after_training(**still)
-    cut = {"reward__std": 0.3, "length__hit_token_limit": 0.33}
-    assert "a higher --max-tokens first, as 33% of" in after_training(**cut)
-    low = {"reward__mean": lambda n: 0.09 + n / 4000, "reward__std": 0.01, "reward__correct": 0.0}
-    assert "what earns the reward, which rises (0.096 to 0.099" in after_training(**low)
-
-
-def test_tasks_are_solved_where_the_interval_says_so():
-    def next_step(low, **config):
-        rows = [{"update": 0} | evaluation(0.2), *(update(n, 0.9) for n in range(1, 12))]
-        for row in rows:
-            row["reward/correct"] = 0.3
-        rows[-1] |= evaluation(1.0, p=1e-3, low=low, high=1.0)
-        settings = {"algo": "grpo", "lr": 1e-5} | config
-        return str(doctor.findings(Path("runs/a"), settings, rows)[0])
-
-    assert "the tasks are solved" in next_step(0.94) and "solved" not in next_step(0.2)
-    assert "as hard as those that the curriculum trains on" in next_step(0.94, curriculum=0.8)
-
-
-def test_what_the_policy_did_not_learn_is_not_explained_by_its_accuracy():
-    """A policy that does not move learns nothing by heart, and needs no more updates."""
-
-    def rows(**metrics):
-        still = {"update/moved": 0.0, "update/steps": 1, "tokens/trained": 9} | metrics
-        found = [{"update": 0} | evaluation(0.2), *(update(n, **still) for n in range(1, 12))]
-        for row in found[1:]:
-            row["reward/correct"] = 0.9
-        found[2]["warnings"] = {"no_movement": "no; try its lr"}
-        found[-1] |= evaluation(0.21, p=0.9)
-        return found
-
-    assert len(shown(rows())) == 1 and "do not change the policy" in shown(rows())[0]
-    assert any("by heart" in line for line in shown(rows(**{"update/moved": 0.1})))
-
-
-def test_one_task_is_not_answered_with_more_of_them():
-    """A greedy player meets one course of a game without chance, whatever --eval-num-tasks."""
-    rows = [{"update": 0} | evaluation(0.0), update(1) | evaluation(1.0, p=1.0)]
-    assert "--eval-num-tasks" in shown(rows)[0]
-    rows[-1]["eval/sums/tasks"] = 1
-    assert "--eval-num-tasks" not in shown(rows)[0]
-
-
-def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_left_out():
-    def records(lag):
-        rows = [update(n, **{"gap/canary": lag, "kl/approx": 0.2}) for n in range(1, 9)]
-        rows[2]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
-        rows[4]["warnings"] = {
-            "stale_weights": "the sampler lacks 1 of an update; try --sampler torch"
-        }
-        return rows
-
-    stale, kl = shown(records(1.0))
-    measured = "the sampler lacks 1 of an update, by the log-probs of a fixed text (gap/canary)"
-    assert f"{measured} (stale_weights, " in stale
-    assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
-    assert [line for line in shown(records(0.0)) if "stale" in line] == []
+def test_logged_warnings_come_first_in_their_order_with_what_to_try():
+    rows = trained(evaluation(0.1, p=1e-9))
+    rows[5]["warnings"] = {"stale_weights": "the sampler lacks 1; try --sampler torch"}
+    rows[7]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
+    rows[18]["warnings"] = {"kl_runaway": "KL 0.3; try a lower --lr"}
+    stale, kl, accuracy = shown(rows)
+    assert stale == ("stale_weights at update 5: the sampler lacks 1", "--sampler torch")
+    assert kl == ("kl_runaway at update 7, 18: KL 0.2", "a lower --lr")
+    assert "0.20" in accuracy.text and accuracy.next == ""  # the warnings say what to do
 
 
 def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
-    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "<b>2"}]
-    rollout = {"kind": "train", "info": {"row": "sums.jsonl:3"}, "messages": messages}
-    lines = map(json.dumps, ({"kind": "eval"}, rollout))
-    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
-    records = [{"update": 0} | evaluation(0.0)]
-    records += [update(n, 0.0, **{"reward/min": 0.0, "reward/max": 0.0}) for n in range(1, 4)]
-    records[-1] |= evaluation(0.0, p=1.0)
-    records[-1]["warnings"] = {"no_reward": "no rollout has earned a reward; try other tasks"}
-    assert [*map(str, doctor.findings(tmp_path, {}, records))] == [
-        "No rollout has earned a reward in all 3 updates so far. The first answer was '<b>2', to "
-        "'1 + 1?' (sums.jsonl:3) (report.html: Reward per rollout). Next: other tasks"
-    ]
-
-
-def test_the_answer_shown_is_the_policys_to_the_question(tmp_path):
-    """Neither a tool's result nor the environment's last word."""
+    """The policy's last answer: neither a tool's result nor the environment's last word."""
     said = [("system", "s"), ("user", "1 + 1?"), ("assistant", "call"), ("tool", "67"),
             ("assistant", "<b>2"), ("user", "You lost.")]  # fmt: skip
     messages = [{"role": role, "content": text} for role, text in said]
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"kind": "train", "messages": messages}))
-    records = [update(n, 0.0, **{"reward/min": 0.0, "reward/max": 0.0}) for n in range(1, 4)]
-    records[-1]["warnings"] = {"no_reward": "no rollout has earned a reward; try other tasks"}
-    (line,) = map(str, doctor.findings(tmp_path, {}, records))
-    assert "answer was '<b>2', to '1 + 1?' (report" in line
-
-
-def test_training_tasks_known_by_heart_are_named():
-    rows = [{"update": 0} | evaluation(0.3),
-            *(update(n, **{"reward/correct": 0.9}) for n in range(1, 9))]  # fmt: skip
-    rows[-1] |= evaluation(0.4, p=0.01)
-    assert "0.90 of their rollouts are right, but 0.40 of the held-out" in shown(rows)[0]
-    rows[-1] |= evaluation(0.8, p=1e-9)
-    assert len(shown(rows)) == 1
+    rollout = {"kind": "train", "info": {"row": "sums.jsonl:3"}, "messages": messages}
+    lines = map(json.dumps, ({"kind": "eval"}, rollout))
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
+    warnings = {"no_reward": "nothing was earned; try python -m environments play SPEC"}
+    (found,) = shown([update(3, warnings=warnings)], tmp_path, env=["countdown"])
+    assert found.text.endswith(" The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3)")
+    assert found.next == "python -m environments play countdown"
 
 
 @pytest.mark.parametrize("pattern", ["letter_counting_tiny/*-seed[0-4]", "smollm2/sums-seed*"])
@@ -202,43 +99,21 @@ def test_recorded_runs_that_learn_have_one_finding(pattern):
     files = [file for file in RUNS.glob(f"{pattern}.jsonl") if "answers" not in file.name]
     found = {file.name: shown(read_records(file)) for file in files}
     assert files and all(len(lines) == 1 for lines in found.values()), found
-    assert all(lines[0].startswith("It learns: ") for lines in found.values())
-
-
-@pytest.mark.parametrize(("after", "said"), [
-    ((0.7, 0.6, 0.8), "It learns, though no answer counts as right: the mean return"),
-    ((0.5, 0.35, 0.65), "Nothing is right yet, and the rest is in the noise: the mean return"),
-    ((0.2, 0.1, 0.25), "It has become worse: the mean return"),
-    ((0.7, None, None), "Nothing is right yet, and the rest is in the noise: the mean return"),
-])  # fmt: skip
-def test_where_no_answer_counts_as_right_the_mean_return_is_compared(after, said):
-    def returns(mean, low, high):
-        of = {"mean": mean, "low": low, "high": high}
-        return {f"eval/sums/return_{name}": value for name, value in of.items()}
-
-    rows = [{"update": 0} | evaluation(0.0) | returns(0.4, 0.3, 0.5), *map(update, range(1, 12))]
-    rows[-1] |= evaluation(0.0, p=1.0) | returns(*after)
-    line = shown(rows)[0]
-    interval = "" if after[1] is None else f" [{after[1]:.2f}, {after[2]:.2f}]"
-    means = f"0.40 [0.30, 0.50] before and {after[0]:.2f}{interval} after"
-    assert line.startswith(f"{said} on held-out tasks of sums is {means} (report.html")
+    assert all(lines[0].text.startswith("It learns: ") for lines in found.values())
 
 
 def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("a").mkdir()
-    Path("a/config.yaml").write_text("lr: 1e-5\n")
-    rows = [{"update": 0} | evaluation(0.0), update(1) | evaluation(0.0, p=1.0)]
-    Path("a/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = {"a": trained(evaluation(0.5, p=1e-9)), "b": [update(1)]}
+    for name, records in rows.items():
+        Path(name).mkdir()
+        Path(f"{name}/config.yaml").write_text("lr: 1e-5\nalgo: grpo\n")
+        text = "".join(json.dumps(row) + "\n" for row in records)
+        Path(f"{name}/metrics.jsonl").write_text(text)
     assert doctor.main(["a"]) == 0
-    assert capsys.readouterr().out.startswith(
-        "Nothing is right yet, and the rest is in the noise: the mean"
-    )
-    Path("b").mkdir()
-    Path("b/config.yaml").write_text("lr: 1e-5\n")
-    Path("b/metrics.jsonl").write_text(json.dumps(update(1)) + "\n")
-    assert doctor.main(["b"]) == 0 and capsys.readouterr().out
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("It learns: ") and second.startswith("  next: ")
     assert doctor.main(["a", "b"]) == 0
-    assert [line[:3] for line in capsys.readouterr().out.splitlines()] == ["a: ", "b: "]
+    assert [line[:3] for line in capsys.readouterr().out.splitlines()] == ["a: ", "a: ", "b: "]
     assert doctor.main(["none"]) == 2 and "none" in capsys.readouterr().err
     assert doctor.main([]) == 2

@@ -10,7 +10,6 @@ import yaml
 from core import report
 from core.report import compare, curves, page
 from core.report.doctor import final_lines
-from core.warning_texts import WARNINGS
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
           "sampler": "auto"}  # fmt: skip
@@ -162,40 +161,24 @@ def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatc
     assert "characters left out" in shown and shown.startswith("xxx") and shown.endswith("xxx")
 
 
-def test_report_and_final_lines_list_each_warning_and_end_with_what_the_run_shows(tmp_path):
+def test_report_and_final_lines_have_the_warnings_the_accuracy_and_the_files(tmp_path):
     warned = [evaluated(0, 0.2), *trained(*range(1, 31))]
-    warned[9]["warnings"] = {"kl_runaway": "KL <b>0.1", "sampler_gap": "differ"}
+    warned[9]["warnings"] = {"kl_runaway": "KL <b>0.1; try less", "sampler_gap": "differ"}
     warned[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
     data = report_data(tmp_path, warned)
     assert [tuple(warning.values()) for warning in data["warnings"]] == [
-        ("kl_runaway", [9, 30], "KL <b>0.1", WARNINGS["kl_runaway"][0]),
-        ("sampler_gap", [9], "differ", WARNINGS["sampler_gap"][0]),
-    ]
+        ("kl_runaway", [9, 30], "KL <b>0.1; try less"), ("sampler_gap", [9], "differ"),
+    ]  # fmt: skip
     assert "warnings" not in data["curves"]
     assert final_lines(write_run(tmp_path / "a", warned), CONFIG) == [
-        "adding, held-out accuracy [95%]: 0.20 [0.10, 0.30] before RL -> 0.60 [0.50, 0.70] after "
+        "kl_runaway at update 9, 30: KL <b>0.1",
+        "  next: less",
+        "sampler_gap at update 9: differ",
+        "Held-out accuracy on adding [95%]: 0.20 [0.10, 0.30] before RL -> 0.60 [0.50, 0.70] after "
         "30 updates",
-        "warning at update 9, 30: kl_runaway: KL <b>0.1",
-        "warning at update 9: sampler_gap: differ",
         f"curves: {tmp_path}/a/curves.png   rollouts: {tmp_path}/a/report.html",
         f"talk to it: python -m core.chat {tmp_path}/a --before",
-        "It learns: accuracy on held-out tasks of adding rose from 0.20 to 0.60 (report.html: "
-        "Held-out accuracy). Next: no more of the same updates, as the reward has stopped rising",
     ]
-
-
-def test_an_evaluation_without_updates_compares_nothing(tmp_path):
-    alone = evaluated(0, 0.2) | {"eval/adding/p_value": 1.0, "eval/adding/trivial": 0.1}
-    later = evaluated(2, 0.2) | {"eval/adding/p_value": 0.05, "eval/adding/tasks": 7}
-    run = write_run(tmp_path / "a", [alone, *trained(1)])
-    line = "adding, held-out accuracy [95%]: 0.20 [0.10, 0.30]"
-    assert final_lines(run, CONFIG)[0] == f"{line}  (trivial baseline: 0.10)"
-    line += " before RL -> 0.20 [0.10, 0.30] after 2 updates  "
-    chance = f"{line}(may be chance: 7 tasks, McNemar's p = 0.05)"
-    assert final_lines(write_run(tmp_path / "b", [alone, *trained(1), later]), CONFIG)[0] == chance
-    later["eval/adding/p_value"] = 0.049
-    clear = final_lines(write_run(tmp_path / "c", [alone, *trained(1), later]), CONFIG)[0]
-    assert clear.startswith(f"{line}(a clear change: 7 tasks, ")
 
 
 @pytest.mark.parametrize(
@@ -268,10 +251,10 @@ def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     folders = [tmp_path / name for name in ("one/a", "two/a", "b")]
     assert compare.main([str(write_run(folder, records)) for folder in folders]) == 0
-    names = ["one/a", "two/a", "b"]
+    names = [*map(str, folders)]
     assert [run["name"] for run in data_of(tmp_path / "one/compare.html")] == names
     out = capsys.readouterr().out
-    assert all(f"\n{name} " in out for name in names)
+    assert all(name in out.replace("\n", "") for name in names)
     legend = figures[0].axes[0].get_legend().get_texts()
     assert [text.get_text() for text in legend][1:] == names
 

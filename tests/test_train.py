@@ -86,7 +86,7 @@ def test_a_run_writes_all_its_files(whole_run):
         assert record["gap/logprob_max"] < 1e-4
     rollouts = (whole_run / "rollouts.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["kind"] == "train" for line in rollouts) == 4 * 8
-    assert "held-out accuracy" in out and "Next: " in out
+    assert "held-out accuracy" in out and "next: " in out
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows if row and row[0].isdigit()] == ["1", "2", "3", "4"]
     AutoModelForCausalLM.from_pretrained(whole_run / "model")

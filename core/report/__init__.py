@@ -20,7 +20,6 @@ def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAG
     cannot be made of this log; the others are written. Raises OSError if the disk fails.
     """
     from core.files.run_log import METRICS, read_records
-    from core.report import doctor
     from core.report.page import write_page
     from core.report.summary import algorithm_title, write_readme
 
@@ -41,9 +40,7 @@ def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAG
             )  # fmt: skip
 
     pages: dict[str, Callable[[], object]] = {
-        "README.md": lambda: write_readme(
-            folder, config, records, doctor.lines(folder, config, records)
-        ),
+        "README.md": lambda: write_readme(folder, config, records),
         "curves.png": curves,
         "report.html": lambda: write_page(folder / "report.html", [(folder, config)]),
     }

@@ -30,7 +30,6 @@ from core.report.summary import (
 )
 from core.results import Record, before_after
 from core.settings import by_flag
-from core.warning_texts import WARNINGS
 from environments.plumbing.registry import meanings, short_names
 from environments.plumbing.text import printable_json
 
@@ -131,12 +130,7 @@ def _run_data(name: str, folder: Path, config: dict[str, Any], room: int) -> Rec
         "findings": [finding._asdict() for finding in findings(folder, config, records)],
         "settings": [[key, shorten(str(value), 200)] for key, value in by_flag(config).items()],
         "warnings": [
-            {
-                "name": name,
-                "updates": updates,
-                "message": message,
-                "meaning": WARNINGS.get(name, ("",))[0],
-            }
+            {"name": name, "updates": updates, "message": message}
             for name, updates, message in logged_warnings(records)
         ],
         "curves": _curves(records),

@@ -1,6 +1,5 @@
 """Summarizes a run: totals, and the README.md in its folder."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,12 @@ TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-ou
 README = """\
 # {name}
 
-`{algo}` on `{env}`, model `{model_id}`, seed {seed}: {sft_steps} warm-start steps, {updates} updates,
-{minutes:.1f} min (torch {torch}, {threads} threads).
-{findings}{results}
+`{algo}` on `{env}`, model `{model_id}`, seed {seed}: {sft_steps} warm-start steps, {updates} updates, {minutes:.1f} min.
+{results}
 To repeat the run under another name:
 
     {command}
-
-`report.html` shows the rollouts and their tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data,
-and `model/` loads with `from_pretrained`.
 """  # noqa: E501
-FINDINGS = "\n## What this run shows\n\n"
 RESULTS = """
 | held-out tasks | before RL [95%] | after RL [95%] |
 | --- | --- | --- |
@@ -46,17 +40,12 @@ def algorithm_title(config: dict[str, Any]) -> str:
     return title_of(str(config["algo"]), variant or "")
 
 
-def write_readme(
-    folder: Path, config: dict[str, Any], records: list[Record], findings: list[str]
-) -> None:
-    """Writes README.md of a run: settings, what it shows, accuracy before and after, how to repeat
-    it. `findings`: of core/report/doctor.py."""
+def write_readme(folder: Path, config: dict[str, Any], records: list[Record]) -> None:
+    """Writes README.md of a run: its accuracy before and after, and the command that repeats it."""
     rows = []
     for env, first, last in before_after(records):
         before, after = accuracies_of(env, first, last)
         rows.append(f"| {env} | {before} | {'' if last is first else after} |")
-    import torch  # takes seconds, which other commands that need this file do not wait for
-
     text = README.format(
         **{key: config[key] for key in ("model_id", "seed", "sft_steps")},
         algo=algorithm_title(config),
@@ -64,25 +53,11 @@ def write_readme(
         env=short_names(config["env"]),
         updates=num_updates(records),
         minutes=minutes(records),
-        torch=torch.__version__,
-        threads=torch.get_num_threads(),
-        findings=FINDINGS + "".join(f"- {as_text(line)}\n" for line in findings)
-        if findings
-        else "",
         results=RESULTS.format(rows="\n".join(rows)) if rows else "",
         command=repeat_command(folder, config),
     )
     with published(folder / "README.md") as part:
         part.write_text(text, encoding="utf-8", newline="\n")
-
-
-def as_text(line: str) -> str:
-    r"""Markdown that shows a line as it is: a model may have written a part of it.
-
-    >>> print(as_text("<b>[a](b)</b> `c`"))
-    \<b>\[a](b)\</b> \`c\`
-    """
-    return re.sub(r"([\\`*\[<])", r"\\\1", line)
 
 
 def repeat_command(folder: Path, config: dict[str, Any]) -> str:
@@ -119,19 +94,13 @@ def reported(records: list[Record]) -> list[str]:
 
 
 def names_of(folders: list[Path]) -> list[str]:
-    """The names of runs: those of their folders, with as much of the path as tells them apart.
+    """The names of runs: those of their folders, or their paths where two names are equal.
 
-    >>> names_of([Path("one/a"), Path("two/a"), Path("two/b")])
-    ['one/a', 'two/a', 'b']
+    >>> names_of([Path("runs/a"), Path("runs/b")]), names_of([Path("one/a"), Path("two/a")])
+    (['a', 'b'], ['one/a', 'two/a'])
     """
-    paths = [folder.absolute().parts for folder in folders]
-    names = []
-    for path in paths:
-        others = [other for other in paths if other != path]
-        lengths = range(1, len(path) + 1)
-        alone = (n for n in lengths if all(other[-n:] != path[-n:] for other in others))
-        names.append("/".join(path[-next(alone, len(path)) :]))
-    return names
+    names = [folder.resolve().name for folder in folders]
+    return names if len({*names}) == len(names) else [*map(str, folders)]
 
 
 def num_updates(records: list[Record]) -> int:

@@ -1,0 +1,109 @@
+"""The probes behind the facts of core/invariants.py give hand-made numbers."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from core import probes
+from core.batching import to_tokens
+from core.config import Config, resolve
+from core.loading import load_policy
+from core.optimizer import make_optimizer
+from core.types import Rollout, Turn
+from environments import base
+
+TINY = str(Path(__file__).parents[1] / "core/tiny_weights")
+
+
+def policy_and_optimizer(**settings):
+    cfg = resolve(Config(device="cpu", lr=1e-3, **settings))
+    policy = load_policy(cfg, TINY)
+    return cfg, policy, make_optimizer(policy, cfg.lr)
+
+
+def passes(policy, optimizer, weights):
+    """A backward pass for each number: that number times the sum of all trained weights."""
+    for weight in weights:
+        loss = sum(p.float().sum() for p in policy.trainable().values()) * weight
+        optimizer.backward(loss)
+
+
+def test_the_first_step_of_adamw_is_the_learning_rate_and_holds_all_passes():
+    cfg, policy, optimizer = policy_and_optimizer(dtype="float32")
+    probe = probes.WeightProbe(policy)
+    probe.begin(optimizer)
+    passes(policy, optimizer, [1.0, 2.0])
+    norm, stepped = optimizer.clip_and_step(1.0)
+    found = probe.metrics(cfg, norm)
+    assert stepped and found["update/unchanged"] == 0
+    # the change is read off weights of about 1, which float32 rounds to 6e-8
+    assert found["update/step_size"] == pytest.approx(1.0, rel=1e-3)
+    assert found["grad/passes"] == pytest.approx(1.0, rel=1e-4)
+    probe.begin(optimizer)
+    passes(policy, optimizer, [1.0])
+    optimizer.zero_grad()  # as if it were the end of a step: the pass is lost
+    passes(policy, optimizer, [3.0])
+    norm, _ = optimizer.clip_and_step(1.0)
+    assert probe.metrics(cfg, norm)["grad/passes"] == pytest.approx(0.75, rel=1e-4)
+
+
+def test_below_float32_the_masters_are_looked_at():
+    cfg, policy, optimizer = policy_and_optimizer(dtype="bfloat16")
+    cfg = replace(cfg, lr=1e-6)
+    optimizer.set_lr(1e-6)
+    probe = probes.WeightProbe(policy)
+    probe.begin(optimizer)
+    passes(policy, optimizer, [1.0])
+    norm, _ = optimizer.clip_and_step(1.0)
+    found = probe.metrics(cfg, norm)
+    assert found["update/step_size"] == pytest.approx(1.0, rel=0.1)
+    assert found["update/masters_apart"] > 0.5 and found["update/unchanged"] == 0
+    assert found["grad/passes"] == pytest.approx(1.0, rel=1e-2)
+
+
+def rollouts_of(answers, rewards):
+    """Rollouts of one group; the tokens of an answer have log-prob log(1/2)."""
+    half = math.log(0.5)
+    return [
+        Rollout("e", base.PLAYER, 0, 0, turns=[Turn([1], ids, [half] * len(ids), "stop", reward)])
+        for ids, reward in zip(answers, rewards, strict=True)
+    ]
+
+
+def test_equal_answers_are_counted_and_expected_by_their_probabilities():
+    batch = to_tokens(rollouts_of([[5], [5], [6], [7, 8]], [0.0] * 4))
+    batch.old_logprobs = batch.sampler_logprobs
+    found = probes._equal_answers(batch, [[0, 1, 2, 3]])
+    # (1/2 + 1/2 + 1/2 + 1/4) · 3 / 2
+    assert found == {"groups/equal_answers": 1.0, "groups/likely_equal": pytest.approx(2.625)}
+
+
+def test_equal_answers_that_earn_something_else_are_counted():
+    cfg = resolve(Config(env=("letter_counting",)))
+    answers, rewards = [[5], [5], [5], [6], [6]], [1.0, 1.0, 0.0, 0.5, 0.5]
+    group = [replace(r, env=cfg.env[0].short) for r in rollouts_of(answers, rewards)]
+    group[0].messages.append({"role": "assistant", "content": "two"})
+    found = probes._unequal_rewards(cfg, [group])
+    assert found["reward/unequal"] == pytest.approx(1 / 3)
+    assert found["example/reward"] == "'two' earned 1 and 0"
+    others = [replace(r, env="another") for r in group]  # of a judge, or unknown
+    assert probes._unequal_rewards(cfg, [others]) == {}
+
+
+def test_the_surprise_of_a_hidden_temperature_shows_and_that_of_the_true_one_does_not():
+    """The mean of -log π over draws from π is its entropy; the varentropy is its variance."""
+    from algorithms.token_logprobs import token_logprobs
+
+    logits = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)) * 2
+
+    def z(temperature):
+        drawn = torch.multinomial((logits / temperature).softmax(-1), 1,
+                                  generator=torch.Generator().manual_seed(1))[:, 0]  # fmt: skip
+        nodes = torch.arange(len(logits))
+        logprobs, entropy, varentropy = token_logprobs(logits, nodes, drawn, lambda h: h)
+        return ((-logprobs - entropy).sum() / varentropy.sum().sqrt()).item()
+
+    assert abs(z(1.0)) < 3 and z(0.7) < -10 and z(1.4) > 10
