@@ -52,27 +52,15 @@ def least_of(recent: list[Record], name: str) -> float:
     return min(last_of(recent, name), default=math.nan)
 
 
-def level_of(recent: list[Record], name: str) -> float:
-    """What a metric keeps up: its mean over WINDOW updates, or its least value in the last
-    MIN_UPDATES if that is higher; NaN with fewer values."""
-    least, mean = least_of(recent, name), mean_of(recent, name)
-    return least if math.isnan(mean) else max(least, mean)
-
-
 def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
-    """The means of a metric in both lists; None unless they differ by two standard errors."""
-    before, after, error = means_of(first, last, name)
-    return (before, after) if abs(after - before) > 2 * error else None
-
-
-def means_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float, float]:
-    """The means of a metric in both lists, and the standard error of their difference; NaN with
+    """The means of a metric in both lists; None unless they differ by two standard errors, and with
     fewer than WINDOW values."""
     before, after = values_of(first, name), values_of(last, name)
     if not before or not after:
-        return math.nan, math.nan, math.nan
+        return None
     error = math.sqrt(sum(statistics.variance(v) / len(v) for v in (before, after)))
-    return statistics.fmean(before), statistics.fmean(after), error
+    means = statistics.fmean(before), statistics.fmean(after)
+    return means if abs(means[1] - means[0]) > 2 * error else None
 
 
 def evaluated(record: Record, metric: str) -> list[str]:

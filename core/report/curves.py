@@ -106,31 +106,21 @@ def _label(axis: Axes, title: str, x: str = "update") -> None:
 
 def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
     _label(axis, "Held-out accuracy, 95% interval")
-    names = [name for name, *_ in before_after(records)]
-    for name, color in zip(
-        (f"eval/{n}" for n in names), [BLUE, ORANGE, GREEN, PURPLE], strict=False
-    ):
-        evaluated = [r for r in records if "update" in r and f"{name}/accuracy" in r]
+    envs = before_after(records)
+    for (env, *_), color in zip(envs, [BLUE, ORANGE, GREEN, PURPLE], strict=False):
+        evaluated = [r for r in records if "update" in r and f"eval/{env}/accuracy" in r]
         updates = [r["update"] for r in evaluated]
         values, low, high = (
-            [r[f"{name}/{key}"] for r in evaluated] for key in ("accuracy", "ci_low", "ci_high")
+            [r[f"eval/{env}/{key}"] for r in evaluated] for key in ("accuracy", "ci_low", "ci_high")
         )
         axis.fill_between(updates, low, high, color=color, alpha=0.18, linewidth=0)
-        label = name.removeprefix("eval/")
+        label = f"{env}: {values[0]:.2f} → {values[-1]:.2f}"
         axis.plot(updates, values, color=color, marker="o", markersize=4, label=label)
-        if (trivial := evaluated[0].get(f"{name}/trivial")) is not None:
-            axis.axhline(trivial, color=color, linewidth=1.2, linestyle="--")
-            axis.annotate(f"trivial baseline {trivial:.2f}", (updates[-1], trivial), (0, 4),
-                          textcoords="offset points", ha="right", fontsize=9,
-                          color=color)  # fmt: skip
-        below = (0, -20) if values[-1] > 0.1 else (0, 8)  # not on the numbers of the axis
-        for i, offset, side in ((0, (10, -3), "left"), (-1, below, "right"))[: len(values)]:
-            axis.annotate(
-                f"{values[i]:.2f}", (updates[i], values[i]), offset, textcoords="offset points",
-                fontsize=14, fontweight="bold", color=color, ha=side,
-            )  # fmt: skip
+        if (trivial := evaluated[0].get(f"eval/{env}/trivial")) is not None:
+            label = f"trivial baseline: {trivial:.2f}"
+            axis.axhline(trivial, color=color, linewidth=1.2, linestyle="--", label=label)
     axis.set_ylim(-0.03, 1.05)
-    if len(names) > 1:
+    if envs:
         axis.legend(frameon=False)
 
 
