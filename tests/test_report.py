@@ -222,16 +222,6 @@ def test_the_folder_in_which_one_stands_has_its_name(tmp_path, monkeypatch):
     assert run["name"] == "here" and str(tmp_path / "here") in run["command"]
 
 
-def test_a_short_run_has_its_own_numbers_once(tmp_path, monkeypatch):
-    figures, rewards = [], [0.1, 0.4, 0.7]
-    monkeypatch.setattr(curves.plt, "close", figures.append)
-    updates = [{"update": i, "reward/mean": reward} for i, reward in enumerate(rewards, 1)]
-    curves.draw_curves(tmp_path / "c.png", [evaluated(0, 0.2), *updates], "a")
-    accuracy, reward = figures[0].axes[:2]
-    assert "0.20" in accuracy.get_legend().get_texts()[0].get_text()
-    assert all([*line.get_ydata()] == rewards for line in reward.lines)
-
-
 def test_a_flag_that_is_always_true_where_it_is_reported_has_no_chart(tmp_path, monkeypatch):
     flag = {"info/invalid": 1.0, "reported/invalid": 3, "policy/entropy": 0.5}
     invalid, speed = [trained(1)[0] | flag], [trained(1)[0] | flag | {"info/speed": 1.0}]
