@@ -50,8 +50,8 @@ others are drawn from all rows.
 
 Of equal rows only the first one is kept. One prompt in eight is reserved for evaluation, decided by
 its text, or one row in eight if all have the same prompt; where that leaves none for one of both,
-all rows are for both. Where --eval-env names other data, both are used whole, and prompts that
-occur in both are not trained on.
+all rows are for both. Where --eval-env names other data, both are used whole: let them have no
+prompt in common.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ OF_TEXTS = ("as the prompts are texts, each completion is one: for completion[0]
             "each prompt a list of messages")  # fmt: skip
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 Order = Literal["random", "shuffled", "data"]
-Source = tuple[str, str, str, str]  # data, config, split, and the column with the prompt
+Source = tuple[str, str, str]  # data, config, split
 
 
 class Rewarded(Env):
@@ -194,28 +194,23 @@ class Rewarded(Env):
     @classmethod
     def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step | Exception]:
         batch = [env for env in envs if isinstance(env, Rewarded)]
-        by_row: dict[int, list[int]] = defaultdict(list)  # the places of its completions
-        for place, env in enumerate(batch):
-            by_row[id(env.row)].append(place)
         steps: list[Step | Exception]
         try:
             called = cls.call(batch, responses)
         except Exception as failure:
-            if isinstance(failure, EnvFailure) or len(by_row) == 1:
+            rows = {id(env.row): env.row for env in batch}
+            if isinstance(failure, EnvFailure) or len(rows) == 1:
                 raise
-            steps = [ValueError()] * len(batch)
-            for places in by_row.values():
-                own = [batch[place] for place in places]
-                found: Sequence[Step | Exception]
+            by_place: dict[int, Step | Exception] = {}
+            for row in rows.values():
+                places = [place for place, env in enumerate(batch) if env.row is row]
+                own, texts = [batch[i] for i in places], [responses[i] for i in places]
                 try:
-                    called = cls.call(own, [responses[place] for place in places])
-                    found = cls.to_steps(own, *called)
+                    found = cls.to_steps(own, *cls.call(own, texts))
                 except Exception as error:
                     found = [error] * len(places)
-                for place, step in zip(places, found, strict=True):
-                    steps[place] = step
-            if all(isinstance(step, Step | NoReward) for step in steps):
-                raise  # each row alone is fine: the function cannot score several
+                by_place |= dict(zip(places, found, strict=True))
+            steps = [by_place[place] for place in range(len(batch))]
         else:
             steps = cls.to_steps(batch, *called)
         if len(steps) > 1 and all(isinstance(step, NoReward) for step in steps):
@@ -351,8 +346,7 @@ def sources(specs: Sequence[str]) -> set[Source]:
     for env in map(EnvSpec.read, specs):
         if env.name in ("rewarded", "agent", "math_qa"):
             o = {"config": "", "split": "train"} | env.values
-            prompt = "question" if env.name == "math_qa" else o.get("prompt", "")
-            found.add((o["data"], o["config"], o["split"], prompt))
+            found.add((o["data"], o["config"], o["split"]))
     return found
 
 
@@ -403,35 +397,15 @@ def load(
     """Returns the rows for training, those for evaluation, and the names of the other columns.
 
     Data on which the run both trains and evaluates is divided, or used for both, with a line, if
-    that leaves no row for one of them. Other data is used whole, but rows of training that the run
-    evaluates on, as those of another file, are left out; prints how many. Raises as `read`, and
-    UsageError if there are no rows for one of both uses.
+    that leaves no row for one of them. Other data is used whole. Raises as `read`, and UsageError
+    if there are no rows for one of both uses.
     """
     rows, names = read(data, config, split, prompt)
-    all_evaluated = sources(RUN.eval_envs)
-    trained, evaluated = (
-        {source[:3] for source in each} for each in (sources(RUN.train_envs), all_evaluated)
-    )
+    trained, evaluated = sources(RUN.train_envs), sources(RUN.eval_envs)
     here = data, config, split
     is_divided = (here in trained) == (here in evaluated)  # both, or neither: no run has begun
-    elsewhere = {
-        words
-        for source in all_evaluated
-        if here in trained and source[:3] != here
-        for words, _ in read(*source)[0]
-        if source[:3] not in trained or is_held_out(words)
-    }
-    train, test, num_evaluated = list[Placed](), list[Placed](), 0
-    for words, row in rows:
-        held_out = is_divided and is_held_out(words)
-        if held_out or not is_divided:
-            test.append(row)
-        if not held_out and words not in elsewhere:
-            train.append(row)
-        num_evaluated += not held_out and words in elsewhere
-    if num_evaluated:
-        print(f"{data}: left out {num_evaluated} rows of training, which the run evaluates on",
-              file=sys.stderr)  # fmt: skip
+    train = [row for words, row in rows if not (is_divided and is_held_out(words))]
+    test = [row for words, row in rows if not is_divided or is_held_out(words)]
     if is_divided and rows and not (train and test):
         train, test = ([row for _, row in rows] for _ in range(2))
         print(
@@ -493,12 +467,6 @@ def read(
     found = [*unique.values()]
     if len(found) > 1 and len({text for text, _ in found}) == 1:
         found = [(" ".join(whole.split()), row) for whole, (_, row) in unique.items()]
-    lasts = [_messages(row[prompt])[-1] for _, row in found] if prompt else []
-    answers = {str(m) for m in lasts if isinstance(m, dict) and m.get("role") == "assistant"}
-    if len(answers) > max(1, len(unique) // 2):
-        print(f"{data}: most prompts end with an answer of their own, which the policy continues. "
-              "If it is to be learned, this is data for SFT: move it to a column of its own, which "
-              "the reward gets", file=sys.stderr)  # fmt: skip
     if empty:
         print(f"{data}: left out {len(empty)} of {len(rows)} rows, whose {prompt!r} is empty; the "
               f"first one is row {empty[0]}", file=sys.stderr)  # fmt: skip
@@ -534,39 +502,6 @@ def texts_of(spec: EnvSpec) -> Iterator[str]:
     """The prompts of the data that are texts."""
     (train, test, _), prompt = _load(spec), spec.values["prompt"]
     return (row[prompt] for row in (*train, *test) if isinstance(row[prompt], str))
-
-
-def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], length: int) -> str:
-    """Leaves out of all instances of `spec` the rows that `render` refuses, or that are too long.
-
-    `render`: messages to token ids; raises UsageError or TypeError. `length`: tokens of a context.
-    Messages like others that were rendered fit without that if they have fewer bytes: a token has
-    at least one. Returns how many rows were left out, with the first reason; "" if none were.
-    Raises UsageError if that leaves none.
-    """
-    o = spec.values
-    train, test, _ = _load(spec)
-    rendered: dict[str, int] = {}  # what messages are like: the number of tokens of the first ones
-    refused: dict[int, str] = {}  # id of a row: why
-    for row in [*train, *test]:
-        messages = _messages(row[o["prompt"]], o["raw"])
-        kind = str([m | {"content": type(m.get("content"))} if isinstance(m, dict) else m
-                    for m in messages])  # fmt: skip
-        if kind not in rendered or rendered[kind] + len(json.dumps(messages)) >= length:
-            try:
-                rendered.setdefault(kind, len(render(messages)))
-            except (UsageError, TypeError) as error:
-                refused[id(row)] = str(error)
-    for rows in (train, test):
-        rows[:] = [row for row in rows if id(row) not in refused]
-    if not refused:
-        return ""
-    found = f"{o['data']}: left out {len(refused)} rows that cannot be a prompt"
-    reason = f"the first one: {next(iter(refused.values()))}"
-    if not train or not test:
-        raise UsageError(f"{found}, which leaves {len(train)} for training and {len(test)} for "
-                         f"evaluation; {reason}")  # fmt: skip
-    return f"{found}; {reason}"
 
 
 def _load(spec: EnvSpec) -> tuple[list[Placed], list[Placed], list[str]]:

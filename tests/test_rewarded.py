@@ -101,9 +101,6 @@ async def meets(completions, **columns):
     return [1.0 for _ in completions]
 async def also(**columns):
     return await meets(**columns)
-def alone(prompts, completions):
-    [prompt] = {*prompts}
-    return [1.0 for _ in completions]
 def raises(**columns):
     raise KeyError("judge")
 def is_down(completions, **columns):
@@ -165,29 +162,18 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
     assert not report.problems and report.shared == 0
 
 
-def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_training(capsys):
-    """Rows of both are left out of training, even if their white space differs."""
-    write("train.jsonl", [*ROWS, {"prompt": "Say  100.", "answer": "100"}])
+def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_training():
     write("test.jsonl", [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(90, 191)])
     options = "reward=rewards.py:accuracy"
-    trained, evaluated = (absolute(f"rewarded:data={x}.jsonl,{options}") for x in ("train", "test"))
+    trained, evaluated = (absolute(f"rewarded:data={x}.jsonl,{options}") for x in ("rows", "test"))
     rewarded.begin_run(RunInfo([trained], [evaluated]))
     test = make(evaluated).test
     assert len(test) == 101 and rewarded.draw(EVAL_SEEDS.start + 1, [], test) is test[1]
-    assert [row["prompt"] for row in make(trained).train] == [row["prompt"] for row in ROWS]
-    assert capsys.readouterr().err.count("left out 1 rows of training, which the run eval") == 1
-    # data of both uses is divided, and what is held out of it is not trained on as other data
-    write("again.jsonl", ROWS[::-1])
-    again = absolute(f"rewarded:data=again.jsonl,{options}")
-    rewarded.begin_run(RunInfo([trained, again], [trained, "letter_counting"]))
-    held_out = [row["prompt"] for row in make(trained).test]
-    assert 3 < len(held_out) < 20 and len(make(trained).train) == 61 - len(held_out)
-    assert {row["prompt"] for row in make(again).train} == {r["prompt"] for r in ROWS} - {*held_out}
-    # of rows that both files of an evaluation have, none is left out
-    rewarded.begin_run(RunInfo(["letter_counting"], [trained, again]))
-    capsys.readouterr()
-    assert len(make(trained).test) == 61 and len(make(again).test) == 60
-    assert not capsys.readouterr().err
+    assert make(trained).train == ROWS
+    # data of both uses is divided
+    rewarded.begin_run(RunInfo([trained], [trained, "letter_counting"]))
+    made = make(trained)
+    assert 3 < len(made.test) < 20 and len(made.train) == 60 - len(made.test)
 
 
 def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
@@ -200,31 +186,13 @@ def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
     assert opened == [f"Say {n}." for n in range(100, 108)]  # the first eight of an evaluation
 
 
-def test_rows_that_cannot_be_rendered_are_left_out_before_the_run_begins(command):
-    wrong = [[{"role": "judge", "content": "a"}], [{"role": "user", "content": 5}], ["a"]]
-    write("some.jsonl", [*({"prompt": prompt} for prompt in wrong), *ROWS[:30]])
-    options = "--num-prompts", 1, "--num-updates", 1, "--max-tokens", 2, "--eval-num-tasks", 2
+def test_rows_that_cannot_be_rendered_give_their_place_to_others(command):
+    wrong = [{"prompt": [{"role": "judge", "content": "a"}]}]
+    wrong += [{"prompt": f"{n} " * 5000} for n in range(9)]  # longer than the context
+    write("some.jsonl", [*wrong, *ROWS[:9]])
+    options = "--num-prompts", 8, "--num-updates", 1, "--max-tokens", 2, "--eval-num-tasks", 0
     code, out, err = command("--env", "rewarded:data=some.jsonl,reward=rewards.py:zero", *options)
-    assert code == 0 and out.count("some.jsonl: left out 3 rows that cannot be a prompt; the") == 1
-    assert "failed" not in out + err
-
-
-def test_a_row_that_is_too_long_is_left_out_though_the_first_one_fits():
-    def render(messages):
-        if len(ids := [*messages[0]["content"].encode()]) >= limit:
-            raise UsageError("it does not fit")
-        return ids
-
-    limit = 100
-    write("long.jsonl", [*ROWS, *({"prompt": f"{n} " * 50} for n in range(2))])
-    spec = absolute("rewarded:data=long.jsonl,reward=rewards.py:zero")
-    assert rewarded.leave_out(spec, render, limit).endswith(
-        "left out 2 rows that cannot be a prompt; the first one: it does not fit")  # fmt: skip
-    env = make(spec)
-    assert [row["prompt"] for row in env.train + env.test if len(row["prompt"]) > 9] == []
-    limit = 1
-    with pytest.raises(UsageError, match=r"left out 60 rows .* leaves 0 for training and 0 for ev"):
-        rewarded.leave_out(spec, render, limit)
+    assert code == 0 and "another task takes its place" in out and "failed" not in out + err
 
 
 def test_prompts_that_differ_in_white_space_are_different_and_have_the_same_use(capsys):
@@ -283,20 +251,6 @@ def test_a_run_may_go_through_the_rows_in_their_order_or_shuffled(others):
     assert [sorted(each) for each in passes] == [sorted(used)] * 2 and passes[0] != passes[1]
     assert passes[0] != used
     assert len({*drawn("random")[0][: len(used)]}) < len(used)
-
-
-@pytest.mark.parametrize("answer, others, is_said", [
-    ("{n}", 0, True), ("The answer is", 0, False), ("{n}", 20, False),
-])  # fmt: skip
-def test_conversations_that_contain_their_answers_are_said_to_be_for_sft(
-    capsys, answer, others, is_said
-):
-    rows = [[{"role": "user", "content": f"What is {n}?"},
-             {"role": "assistant", "content": answer.format(n=n)}] for n in range(20)]  # fmt: skip
-    rows += [[{"role": "user", "content": f"And {n}?"}] for n in range(others)]
-    write("chats.jsonl", [{"prompt": row} for row in rows])
-    make("rewarded:data=chats.jsonl,reward=rewards.py:two")
-    assert ("this is data for SFT" in capsys.readouterr().err) == is_said
 
 
 def test_a_completion_has_what_was_sampled_without_the_prefill(policy):
@@ -837,7 +791,6 @@ def test_a_judge_that_is_down_is_not_asked_again_for_each_row():
     ("texts", "RuntimeError: texts: TypeError: it returned '1.0' for a completion, not a", False),
     ("nan_metric", "ValueError: info['loss_of_judge'] of player is not JSON", False),
     ("never", "ValueError: never returned None for all completions", False),
-    ("alone", "RuntimeError: alone: ValueError: too many values to unpack", False),  # of two rows
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets",
      "RuntimeError: raises: KeyError: 'judge'; the row: prompt='Say ", False),

@@ -243,7 +243,7 @@ def _opened(
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *algorithm.remarks]
         lines.append(f"report: {folder / 'report.html'}  (there before update 1; reload it)")
-        lines += _lines_about_data(cfg, collector)
+        lines += _lines_about_data(cfg, policy)
         for line in filter(None, lines):
             display.say(line)
         yield Run(
@@ -401,15 +401,13 @@ def _make_collector(
     )  # fmt: skip
 
 
-def _lines_about_data(cfg: Config, collector: RolloutCollector) -> list[str]:
-    """Leaves out the rows of `rewarded` that cannot be a prompt of the model; lines about them, and
-    about what counts as right."""
-    render, length = collector.renderer.first_prompt, collector.policy.max_length
+def _lines_about_data(cfg: Config, policy: Policy) -> list[str]:
+    """What counts as right in the environments `rewarded`. Raises UsageError for prompts that are
+    rendered already."""
     own = [env for env in dict.fromkeys((*cfg.env, *cfg.eval_env)) if env.name == "rewarded"]
     for env in own:
         texts = [] if is_raw(env) else rewarded.texts_of(env)
-        if any(is_rendered(collector.policy.tokenizer, text) for text in texts):
+        if any(is_rendered(policy.tokenizer, text) for text in texts):
             raise UsageError(f"--env {env}: a prompt has the chat template around it already: add "
                              "raw=true to take it as it is, or give messages")  # fmt: skip
-    left_out = (rewarded.leave_out(env, render, length) for env in own)
-    return [line for line in (*left_out, *map(rewarded.what_is_right, own)) if line]
+    return [*map(rewarded.what_is_right, own)]
