@@ -52,7 +52,7 @@ ODD_TEXTS = [
     "<move>99</move>", "<action>\n</action>", "\\boxed{\\frac{1}{",
     "<answer>" + "9" * 5000 + "</answer>", '{"answer":' * 10_000, "[" * 100_000, "5 " * 50_000,
 ]  # fmt: skip
-ODD_VALUES = [None, "", "\ud800", 10**30, {"a": []}]  # of a tool's arguments
+ODD_VALUES: list[object] = [None, "", "\ud800", 10**30, {"a": []}]  # of a tool's arguments
 
 Turns = list[tuple[dict[str, str], dict[str, Step]]]  # the responses and steps of each turn
 
