@@ -144,9 +144,8 @@ class Calculating(Recorder):
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """Programs are looked at, and interrupted, every few milliseconds."""
-    for module, name in ((agent, "POLL"), (agent, "INTERVAL"), (endpoint, "PAUSE")):
+    for module, name in ((agent, "POLL"), (endpoint, "PAUSE")):
         monkeypatch.setattr(module, name, 0.01)
-    monkeypatch.setattr(agent.Program, "patience", agent.SILENCE)  # a test may change it
 
 
 @pytest.fixture

@@ -34,27 +34,16 @@ from core.extras import constrain, tools
 from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall
-from core.sampler import Request, Sampler, SamplingParams
+from core.sampler import Request, Sampler
 from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
-from environments.plumbing.registry import place_of
 from environments.plumbing.tools import END_OF_THOUGHT, OPENING, call_text, name_of, spoken
 
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
-# Settings that are followed, or that change no token of the answer
-FOLLOWED = set(
-    "model messages input instructions previous_response_id tools stream stream_options text n "
-    "stop max_tokens max_completion_tokens max_output_tokens logprobs include user store metadata "
-    "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction".split()
-)
-COMPARED = "temperature", "top_p", "top_k"
 LONG = 8  # characters for each token of the context; of more text so many are looked at first
-USUAL = {"tool_choice": "auto", "parallel_tool_calls": True, "truncation": "disabled",
-         "modalities": ["text"], "format": {"type": "text"}, "response_format": {"type": "text"},
-         "repetition_penalty": 1}  # fmt: skip
 
 
 def play_program(collector: RolloutCollector, episode: Episode, answerer: Answerer) -> Play:
@@ -91,13 +80,11 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         completions = (yield [request for _, _, request in sampled]) if sampled else []
         reply(known, sampled, completions, rollout)
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
-        if program.remark:
-            say_once(program.remark)
     if broken := program.error:
         line = (f"an agent ended with {error_text(broken)}; such episodes earn the lowest reward. "
                 "If the policy is not the cause, correct it, or raise environments.base.EnvFailure"
                 )  # fmt: skip
-        say_once(line, (type(broken), place_of(broken)))
+        say_once(line, (str(broken).partition(":")[0], getattr(broken, "place", "")))
     if len(program.turns) > len(rollout.turns):
         raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
     for turn, reward in zip(rollout.turns, program.turns, strict=False):
@@ -109,9 +96,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
 def follow(
     ask: Ask, prompt: "Prompt", request: Request, policy: Policy, say_once: Callable[[str], None]
 ) -> None:
-    """Samples a request as its program wants it, as far as that goes, and says what does not."""
-    for wanted in differences(ask, request.params):
-        say_once(f"a request of an agent sets {wanted}: it is answered as the run samples")
+    """Samples a request as its program wants it, as far as that goes."""
     request.matcher = matcher(ask, prompt, policy, request.sampler, say_once)
     if ask.max_tokens:
         request.max_tokens = min(request.max_tokens, ask.max_tokens)
@@ -317,22 +302,6 @@ def cut_at(policy: Policy, completion: Completion, stops: list[str]) -> Completi
     kept = completion.kept_ids and completion.kept_ids[:count]
     text = completion.text[: min(found)]
     return Completion(ids[:count], completion.logprobs[:count], text, "stop", kept)
-
-
-def differences(ask: Ask, params: SamplingParams) -> list[str]:
-    """What the request wants in another way than the run samples."""
-    body = ask.body | (ask.body.get("text") or {})
-    numbers = {name: body.pop(name, None) for name in COMPARED}
-    wanted = [f"{k} {x:g}" for k, x in numbers.items()
-              if x is not None and max(x, 0) != getattr(params, k)]  # fmt: skip
-    followed = FOLLOWED | {"format", "response_format"} if ask.schema else FOLLOWED  # see `matcher`
-    others = {k: x for k, x in body.items() if k not in followed and x is not None}
-    wanted += [k for k, x in others.items() if (x != USUAL[k] if k in USUAL else x)]
-    if any(tool["function"].get("strict") for tool in ask.tools):
-        wanted.append("strict")
-    if ask.messages[-1]["role"] == "assistant":
-        wanted.append("a prefill")
-    return wanted
 
 
 def matcher(

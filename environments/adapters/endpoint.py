@@ -9,12 +9,6 @@ and `Session.receive` returns what programs with that key wait for. The server's
 and writes HTTP; who answers is not its business. An answer is complete before any of it is sent, so
 a stream has all its events at once. Errors have OpenAI's form and status.
 
-Copies of a program share a process, and so may mix up their clients. So each request has a
-connection of its own, and `program()` says whose code opens it: what runs in a program's context,
-in a thread that it started, or in a job that it gave to a ThreadPoolExecutor. Its key must be that
-of this program. Code of nobody, such as a worker that a module started, may not ask while several
-programs run. What other processes send is believed, unless the key has been where others find it.
-
 Messages are normalized: dicts with a role, a content of text, `calls` [(id, name, arguments as JSON
 text)] of an answer, the `call_id` that a result belongs to, and the `thought` of an answer.
 """
@@ -24,15 +18,10 @@ import json
 import os
 import queue
 import secrets
-import socket
-import sys
-import threading
 import time
-import weakref
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -72,20 +61,6 @@ PAUSE = 0.5  # seconds until an unknown key is refused: a program may ask on and
 FILES = 4096  # for programs: each has two sockets for a connection, and what it opens
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
          "tool": "tool"}  # fmt: skip
-PREFIX = f"sk-{secrets.token_hex(4)}-"  # of the keys of this process
-# Audit events of what other programs, or other processes, may read
-OTHERS_READ = {"os.putenv", "os.exec", "os.posix_spawn", "os.spawn", "os.system",
-               "subprocess.Popen"}  # fmt: skip
-
-Worker = threading.Thread | asyncio.Task[Any]
-Opened = tuple[weakref.ref[socket.socket], "Session | None", set[Worker]]  # by whom
-# The program whose code runs, as `program` reads it; tasks and `asyncio.to_thread` inherit it
-PROGRAM = ContextVar["Session | None"]("PROGRAM")
-_started = weakref.WeakKeyDictionary[threading.Thread, "Session"]()  # by a program
-_at_work = set[threading.Thread]()  # of pools, on a job of a program
-_parents = weakref.WeakKeyDictionary[asyncio.Task[Any], "asyncio.Task[Any] | None"]()
-_loops = weakref.WeakSet[asyncio.AbstractEventLoop]()  # that note these
-_watched: dict[int, "Endpoint"] = {}  # by port
 
 
 class Refused(Exception):
@@ -179,10 +154,6 @@ class Session:
         self.waiting = set[Ask]()  # for their answer
         self.responses: dict[str, list[Json]] = {}  # conversations, by the id of their last answer
         self.has_asked = self.has_answer = False  # whether a request came, and was answered
-        self.has_company = False  # whether another session was open at the same time
-        self.is_exposed = False  # whether the key has been where other programs find it
-        self.mixed_up = ""  # whose key was used by whom, if that is not clear
-        self.workers = set[Worker]()  # of its program, that were answered
         self.refusals: list[str] = []  # why requests were refused
 
     @property
@@ -199,11 +170,6 @@ class Session:
                     return None
                 found.append(ask)
         return found
-
-    def has_workers(self) -> bool:
-        """Whether a thread or task that was answered for the program goes on."""
-        return any(worker.is_alive() if isinstance(worker, threading.Thread) else not worker.done()
-                   for worker in [*self.workers])  # fmt: skip
 
     def end(self) -> None:
         """Lets `receive` return None: nobody will ask any more."""
@@ -224,33 +190,22 @@ class Endpoint:
     def __init__(self, port: int = 0, any_key: bool = False, host: str = HOST):
         """Raises OSError if the port is taken, or the address is none of this machine."""
         self.sessions: dict[str, Session] = {}
-        self.connections: list[Opened] = []  # on which nothing has come so far
         self.only = self.open() if any_key else None
         self.server = Server(self.respond, host, port)
         self.url = f"http://{host}:{self.server.address[1]}/v1"
 
     def open(self) -> Session:
         """A session with a key of its own."""
-        session = Session(self, f"{PREFIX}{secrets.token_hex(16)}")
+        session = Session(self, f"sk-{secrets.token_hex(16)}")
         self.sessions[session.key] = session
-        for each in [*self.sessions.values()] if len(self.sessions) > 1 else []:
-            each.has_company = True
         return session
 
     async def respond(self, request: Request) -> Response:
         """Answers a request."""
-        response = await self._respond(request)
-        if not self.only:  # the next request, too, must show whose it is
-            response.headers["connection"] = "close"
-        return response
-
-    async def _respond(self, request: Request) -> Response:
         session = None
         try:
-            session, workers = await self.session_of(request)
-            response = await response_to(session, request)
-            session.workers |= workers
-            return response
+            session = await self.session_of(request)
+            return await response_to(session, request)
         except Refused as error:
             refused = error
         except RecursionError:
@@ -259,49 +214,17 @@ class Endpoint:
             session.refusals.append(str(refused))
         return json_response(refused.body(), refused.status)
 
-    async def session_of(self, request: Request) -> tuple[Session, set[Worker]]:
-        """The session of a request, and what of its program asks. Raises Refused for an unknown
-        key, for one that may be that of another program, and for a page in a browser."""
+    async def session_of(self, request: Request) -> Session:
+        """The session of a request. Raises Refused for an unknown key, such as that of an episode
+        that has ended, and for a page in a browser."""
         if request.headers.get("origin"):
             raise Refused(403, "web pages may not ask", "forbidden")
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        key = key or request.headers.get("api-key", "")
-        session = self.only or self.sessions.get(key)
-        is_here, opener, workers = self.opener(request.client)
-        why = ""
-        if opener is not None:
-            if key != opener.key and key.startswith(PREFIX):
-                why = "an agent asked with the API key of another episode"
-        elif session is not None and session.has_company:
-            if is_here:
-                why = "a thread asked of which it is not known for which episode it works"
-            elif session.is_exposed:
-                why = "a process asked with an API key that several episodes can read"
-        if why:
-            for mixed_up in filter(None, (opener, session)):
-                mixed_up.mixed_up = why
-            raise Refused(403, why, "other_key")
+        session = self.only or self.sessions.get(key or request.headers.get("api-key", ""))
         if session is None:
             await asyncio.sleep(PAUSE)
             raise Refused(401, "this API key is that of no running episode", "invalid_api_key")
-        return session, workers
-
-    def others_wait(self, session: Session) -> bool:
-        """Whether a request of another session waits for its answer."""
-        return any(other.waiting for other in [*self.sessions.values()] if other is not session)
-
-    def opener(self, address: Any) -> tuple[bool, Session | None, set[Worker]]:
-        """Whether code of this process opened the connection from an address, and who of whom."""
-        for opened in [*self.connections]:
-            found = opened[0]()
-            if found is None or found.fileno() < 0:  # it is closed
-                self.connections.remove(opened)
-                continue
-            with suppress(OSError):
-                if found.getsockname() == address:
-                    self.connections.remove(opened)
-                    return True, *opened[1:]
-        return False, None, set()
+        return session
 
     def close(self) -> None:
         """Stops listening, and refuses what is still waiting."""
@@ -313,102 +236,12 @@ def shared(host: str = HOST) -> Endpoint:
     """The endpoint of this process on a host, whose sessions are episodes. Raises OSError."""
     raise_limit_of_files()
     endpoint = Endpoint(host=host)
-    watch_programs()
-    _watched[endpoint.server.address[1]] = endpoint
     if getproxies_environment():  # no proxy reaches it, that of a command or subprocess neither
         lower, upper = (os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))
         for name, hosts in (("no_proxy", lower or upper), ("NO_PROXY", upper or lower)):
             is_listed = {"*", host} & set(hosts.replace(" ", "").split(","))
             os.environ[name] = hosts if is_listed else f"{hosts},{host}".lstrip(",")
     return endpoint
-
-
-# Whose code runs
-
-
-@cache
-def watch_programs() -> None:
-    """Lets `program` know of connections, threads and jobs; once in a process.
-
-    Python 3.11 has no hook for threads, and none has one for the jobs of pools, whose threads work
-    for whoever gives them one: so `start` and `submit` note the program, as asyncio hands over the
-    context.
-    """
-    sys.addaudithook(_note)
-    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
-
-    def start_for(thread: threading.Thread) -> None:
-        if (session := program()) is not None:
-            _started[thread] = session
-        start(thread)
-
-    def submit_for(pool: Any, function: Any, /, *args: Any, **options: Any) -> Future[Any]:
-        session = program()
-        before = PROGRAM.set(None)  # a thread that this starts is no program's
-        try:
-            if session is None:
-                return submit(pool, function, *args, **options)
-            return submit(pool, _work, session, function, *args, **options)
-        finally:
-            PROGRAM.reset(before)
-
-    threading.Thread.start = start_for  # type: ignore[assignment, method-assign]
-    ThreadPoolExecutor.submit = submit_for  # type: ignore[method-assign]
-
-
-async def watched(awaitable: Awaitable[Any]) -> Any:
-    """Awaits it in a loop that notes which task makes which."""
-    loop = asyncio.get_running_loop()
-    make: Any = loop.get_task_factory()
-
-    def make_and_note(loop: Any, coroutine: Any, **options: Any) -> Any:
-        task = make(loop, coroutine, **options)
-        _parents[task] = asyncio.current_task(loop)
-        return task
-
-    if loop not in _loops:
-        _loops.add(loop)
-        loop.set_task_factory(make_and_note)
-    return await awaitable
-
-
-def program() -> Session | None:
-    """The session of the program whose code runs in this thread; None: it is not known, or its
-    episode has ended."""
-    session = PROGRAM.get(_started.get(threading.current_thread()))
-    return session if session is not None and session.is_open else None
-
-
-def _work(session: Session, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    """A job of a program, in a thread of a pool."""
-    thread, before = threading.current_thread(), PROGRAM.set(session)
-    _at_work.add(thread)
-    try:
-        return function(*args, **options)
-    finally:
-        _at_work.discard(thread)
-        session.workers.discard(thread)
-        PROGRAM.reset(before)
-
-
-def _note(event: str, args: tuple[Any, ...]) -> None:
-    """Python calls this before each act that it audits, in the thread and context of the code."""
-    if event == "socket.connect":
-        port = args[1][1] if isinstance(args[1], tuple) else -1  # that of a file has a name
-        if (endpoint := _watched.get(port)) is not None:
-            session, thread, workers = program(), threading.current_thread(), set[Worker]()
-            if thread in _at_work or PROGRAM.get(None) is None:
-                workers.add(thread)
-            task = asyncio.current_task() if asyncio._get_running_loop() else None
-            while task is not None:
-                workers.add(task)
-                task = _parents.get(task)
-            endpoint.connections.append((weakref.ref(args[0]), session, workers))
-    elif event in OTHERS_READ and PREFIX in (text := repr(args)):
-        for endpoint in [*_watched.values()]:
-            for session in [*endpoint.sessions.values()]:
-                if session.key in text and (event == "os.putenv" or session is not program()):
-                    session.is_exposed = True
 
 
 def raise_limit_of_files() -> None:
