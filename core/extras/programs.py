@@ -81,7 +81,8 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         reply(known, sampled, completions, rollout)
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
     if broken := program.error:
-        line = (f"an agent ended with {error_text(broken)}; such episodes earn the lowest reward. "
+        text = error_text(broken).removeprefix("ProgramError: ")
+        line = (f"an agent ended with {text}; such episodes earn the lowest reward. "
                 "If the policy is not the cause, correct it, or raise environments.base.EnvFailure"
                 )  # fmt: skip
         say_once(line, (str(broken).partition(":")[0], getattr(broken, "place", "")))

@@ -39,6 +39,7 @@ from environments.base import (
     checked_step,
 )
 from environments.plumbing import processes, workers
+from environments.plumbing.dataset import Row
 from environments.plumbing.options import split_words
 from environments.plumbing.tools import read_calls
 from environments.rewarded import begin_run, draw, load
@@ -129,7 +130,8 @@ class Program(Env):
         return [{"role": m["role"], "content": m["content"]} for m in self.asks[0].messages]
 
     def step(self, response: str) -> Step:
-        """Goes on until the next requests. Those that still wait are answered by `response`. The step's message is the last one of the next request."""
+        """Goes on until the next requests. Those that still wait are answered by `response`. The
+        step's message is the last one of the next request."""
         if self.asks:
             self.since = time.monotonic()
         for ask in self.asks:
@@ -210,7 +212,7 @@ class Program(Env):
         session = endpoint.shared(self.host).open()
         variables = {"OPENAI_BASE_URL": session.endpoint.url, "OPENAI_API_KEY": session.key}
         given = {"task": row, "seed": seed} if self.run else row
-        files = [tempfile.TemporaryFile() for _ in range(3)]
+        files = three_files()
         try:
             process = started(self.run, self.zero_on, self.arguments, given, variables, files)
         except BaseException:
@@ -253,13 +255,18 @@ class Program(Env):
 @cache
 def check_program(run: str, zero_on: tuple[str, ...]) -> None:
     """Imports a program, in a process. Raises UsageError if that fails."""
-    files = [tempfile.TemporaryFile() for _ in range(3)]
+    files = three_files()
     variables = {"OPENAI_BASE_URL": endpoint.shared().url, "OPENAI_API_KEY": "no-episode"}
     process = started(run, zero_on, [], {}, variables, files)
     try:
         result_of(run, process.wait(), files)
     except ProgramError as error:
         raise UsageError(str(error)) from None
+
+
+def three_files() -> list[IO[bytes]]:
+    """For stdin, stdout and stderr of a process; they are deleted with the list."""
+    return [tempfile.TemporaryFile() for _ in range(3)]
 
 
 def started(
