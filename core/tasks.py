@@ -14,7 +14,7 @@ from functools import cache
 from core.faults import UsageError
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from environments import rewarded
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi, restored_torch
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi
 from environments.plumbing.registry import Constructor, EnvSpec, describe_error, make
 from environments.plumbing.tools import schemas
 
@@ -139,7 +139,6 @@ def next_level(envs: Sequence[EnvSpec], level: int, accuracy: float, target: flo
     return max(0, level - 1) if accuracy <= target / 2 else level
 
 
-@restored_torch()
 def check_demonstrations(envs: Sequence[EnvSpec]) -> None:
     """Raises UsageError for an environment that has no demonstrations, or fails in one."""
     for spec in envs:

@@ -14,11 +14,9 @@ import inspect
 import json
 import math
 import random
-import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NotRequired, TypedDict
 
@@ -62,23 +60,6 @@ def check_range(option: str, value: float, low: float, high: float = math.inf) -
     if not low <= value <= high:
         limits = f"{low} to {high}" if high < math.inf else f"at least {low}"
         raise UsageError(f"{option} must be {limits}, not {value}")
-
-
-@contextmanager
-def restored_torch() -> Iterator[None]:
-    """Restores PyTorch's default dtype and whether it computes gradients, if user code sets them.
-
-    Does not import PyTorch.
-    """
-    torch = sys.modules.get("torch")
-    before = (torch.get_default_dtype(), torch.is_grad_enabled()) if torch else None
-    try:
-        yield
-    finally:
-        if torch := sys.modules.get("torch"):
-            dtype, grad = before or (torch.float32, True)
-            torch.set_default_dtype(dtype)
-            torch.set_grad_enabled(grad)
 
 
 class EnvFailure(Exception):

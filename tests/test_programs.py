@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 from conftest import AGENTS, wait_for_the_end_of
 
-from core import pool
 from core.batching import to_tokens
 from core.calls import in_thread
 from core.config import Config
@@ -28,9 +27,8 @@ from core.tasks import Task
 from core.tiny import PRETRAINED
 from core.types import Completion, Rollout
 from environments.adapters import agent, endpoint
-from environments.base import EVAL_SEEDS, EndRun, UsageError
-from environments.plumbing import event_loop
-from environments.plumbing.registry import EnvSpec, make
+from environments.base import EVAL_SEEDS, UsageError
+from environments.plumbing.registry import make
 
 RECORDED = AGENTS.parents[1] / "runs" / "agents"
 CHAOS = """
@@ -263,6 +261,13 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "during('KeyError(1) from error')": "EnvFailure: ConnectionError: handled (program.py,",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "httpx.Response(429, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
+    "print('{\"result\": 7}', flush=True); return 0.5": 0.5,
+    "os.write(1, b'x' * 99999); return 0.5": 0.5,
+    "sys.exit(3)": 0.0,
+    "os._exit(3)": 0.0,
+    "os.kill(os.getpid(), 9)": 0.0,
+    "os.fork(); return 0.5": 0.5,
+    "return float('nan')": 0.0,
     "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
@@ -278,7 +283,7 @@ def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
     hangs = "did nothing" in str(wanted)  # then all may: no time is right on a busy machine
     rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 0.2 if hangs else 300
     spec = write(f'''
-import httpx
+import httpx, os, sys
 from environments.base import EnvFailure
 class Odd(ConnectionError): pass
 def ask(client):
@@ -364,215 +369,113 @@ def run(task, client):
     assert rollout.error.startswith(CAUSES[statement])
 
 
-SHARING = """
-import asyncio, os, queue, subprocess, sys, threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
-from functools import partial
-from multiprocessing.pool import ThreadPool
-import anyio.to_thread, httpx
+ASKING = """
+import asyncio, functools, httpx, json, multiprocessing, os, queue, subprocess, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from openai import AsyncOpenAI, OpenAI
-DEFAULT, POOL, QUEUE = None, ThreadPoolExecutor(2), queue.Queue()
-GATE, LOCK, WORKER, HTTP = threading.Barrier(4), threading.Lock(), [], httpx.Client()
-MANY, FULL = [], asyncio.Event()
+MADE, HTTP, POOL, JOBS = OpenAI(), httpx.Client(), ThreadPoolExecutor(2), queue.Queue()
 SCRIPT = "import os, openai; openai.OpenAI().responses.create(model='m', input=os.environ['SAY'])"
 def ask(client, task):
     client.responses.create(model="m", input=f"I am {task['n']}")
+@functools.lru_cache
+def cached():
+    return OpenAI()
 def work():
-    while job := QUEUE.get():
-        future, function, *args = job
-        try:
-            future.set_result(function(*args))
-        except Exception as error:
-            future.set_exception(error)
-def through(*args):
-    QUEUE.put((future := Future(), *args))
-    future.result()
-def start(begin):
-    with LOCK:
-        WORKER or WORKER.append(begin())
-def begin(task, base_url, api_key, **options):
-    global DEFAULT
-    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0, **options)
-    ask(client, task)
-    DEFAULT = DEFAULT or client
-    return client
-def run(task, base_url, api_key):
-    client = begin(task, base_url, api_key)
-    GATE.wait()
-    BODY
-    return 1.0
-"""
-ASYNC = """
-async def run(task, base_url, api_key):
-    client = await asyncio.to_thread(begin, task, base_url, api_key)
-    loop = asyncio.get_running_loop()
-    MANY.append(1)
-    if len(MANY) == 4:
-        FULL.set()
-    await FULL.wait()
-    BODY
-    return 1.0
-"""
-MIXED_UP = {  # what a program does after it has asked with its own client
-    "a client of the module": "ask(DEFAULT, task)",
-    "the connections of the module": "ask(OpenAI(base_url=base_url, api_key=DEFAULT.api_key, "
-    "http_client=HTTP), task); ask(DEFAULT, task)",
-    "os.environ, a process": "os.environ['OPENAI_API_KEY'] = api_key; subprocess.run([sys."
-    "executable, '-c', SCRIPT], env={**os.environ, 'OPENAI_BASE_URL': base_url, 'SAY': '?'})",
-    "a thread": "ThreadPool(1).apply(ask, (DEFAULT, task))",
-    "a pool of the module": "POOL.submit(ask, DEFAULT, task).result()",
-    "threads of the module": "start(lambda: ThreadPool(1)); WORKER[0].apply(ask, (DEFAULT, task))",
-    "a worker of the module": "start(lambda: threading.Thread(target=work, daemon=True).start() "
-    "or 1); through(ask, DEFAULT, task)",
-    "a job of the module": "start(lambda: POOL.submit(work)); through(ask, DEFAULT, task)",
-    "await an executor": "await loop.run_in_executor(None, ask, DEFAULT, task)",
-    "await a task": """
-    async def serve(asked):
+    while job := JOBS.get():
+        ask(*job)
+        JOBS.task_done()
+def in_a_fork(task):
+    if not (pid := os.fork()):
+        ask(OpenAI(), task)
+        os._exit(0)
+    os.waitpid(pid, 0)
+def detached(task):
+    "A process that leaves its group, and asks on for ever."
+    answered, says = os.pipe()
+    if not os.fork():
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        client = OpenAI(max_retries=0)
+        open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
         while True:
-            client, future = await asked.get()
-            future.set_result(await client.responses.create(model="m", input="?"))
-    asyncs = AsyncOpenAI(base_url=base_url, api_key=api_key)
-    if not WORKER:
-        WORKER[:] = [asyncio.Queue(), asyncs]
-        WORKER.append(asyncio.create_task(serve(WORKER[0])))
-    future = loop.create_future()
-    WORKER[0].put_nowait((WORKER[1], future))
-    await future""",
+            ask(client, task)
+            os.write(says, b"1")
+    os.read(answered, 1)
+async def in_an_executor(task):
+    await asyncio.get_running_loop().run_in_executor(None, ask, MADE, task)
+    await AsyncOpenAI().responses.create(model="m", input=f"I am {task['n']}")
+def run(task, client):
+    ask(client, task)
+    BODY
+    return 1.0
+"""
+WAYS = {  # in which a program asks for its episode
+    "a process": "subprocess.run([sys.executable, '-c', SCRIPT], check=True, "
+    "env=os.environ | {'SAY': f'I am {task[\"n\"]}'})",
+    "an executor": "asyncio.run(in_an_executor(task))",
+    "a worker thread": "threading.Thread(target=work, daemon=True).start(); "
+    "JOBS.put((MADE, task)); JOBS.join()",
+    "a reused connection": "[ask(OpenAI(http_client=HTTP), task) for _ in range(2)]",
+    "a pool made at import": "POOL.submit(ask, client, task).result()",
+    "a client made at import": "ask(MADE, task)",
+    "a fork": "in_a_fork(task)",
+    "multiprocessing": "process = multiprocessing.get_context('fork').Process("
+    "target=ask, args=(OpenAI(), task)); process.start(); process.join()",
+    "a cached client": "ask(cached(), task)",
+    "a detached child": "detached(task)",
 }  # fmt: skip
-OWN = {  # the same, with the client of the program
-    "the connections of the module": "ask(OpenAI(base_url=base_url, api_key=api_key, "
-    "http_client=HTTP), task)",
-    "a process": "subprocess.run([sys.executable, '-c', SCRIPT], check=True, env=os.environ | "
-    "{'OPENAI_API_KEY': api_key, 'OPENAI_BASE_URL': base_url, 'SAY': f'I am {task[\"n\"]}'})",
-    "threads": "ThreadPool(2).map(partial(ask, client), [task]); t = threading.Thread(target=ask, "
-    "args=(client, task)); t.start(); t.join(); [*ThreadPoolExecutor(2).map(ask, [client] * 2, "
-    "[task] * 2)]",
-    "a pool of the module": "POOL.submit(ask, client, task).result()",
-    "a worker of the module": "start(lambda: threading.Thread(target=work, daemon=True).start() "
-    "or 1); through(copy_context().run, ask, client, task)",
-    "await executors": "await loop.run_in_executor(None, ask, client, task); await "
-    "asyncio.to_thread(ask, client, task); await anyio.to_thread.run_sync(ask, client, task)",
-    "await a task that is not awaited": "asyncio.create_task(AsyncOpenAI(base_url=base_url, "
-    "api_key=api_key).responses.create(model='m', input='late')); await asyncio.sleep(0)",
-}  # fmt: skip
 
 
-def sharing(ways, how):
-    """A program whose copies share what they should not, or may."""
-    head, _, body = SHARING.partition("def run(")
-    return head + (ASYNC if "await" in how else "def run(" + body).replace("BODY", ways[how])
-
-
-@pytest.mark.parametrize("how", MIXED_UP)
-def test_a_request_that_may_be_of_another_episode_ends_the_run(policy, write, monkeypatch, how):
-    monkeypatch.setattr(agent.Program, "patience", 0.05)
-    monkeypatch.setattr(agent, "GRACE", 0.5)
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    with pytest.raises(EndRun, match=r"share one process.* Three ways out"):
-        collect(policy, write(sharing(MIXED_UP, how)), 4)
-    for module in [module for name, module in [*sys.modules.items()] if "program" in name]:
-        if "QUEUE" in vars(module):  # ends `work`: at its exit Python waits for jobs of executors
-            module.QUEUE.put(None)
-
-
-@pytest.mark.parametrize("how", OWN)
-def test_a_program_may_ask_from_wherever_it_likes(policy, write, monkeypatch, how):
-    monkeypatch.setattr(agent.Program, "patience", 0.05)
-    rollouts = collect(policy, write(sharing(OWN, how)), 4)
-    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
+@pytest.mark.parametrize("way", WAYS)
+def test_every_request_is_of_its_own_episode(policy, write, tmp_path, monkeypatch, way):
+    if not hasattr(os, "fork") and way in ("a fork", "multiprocessing", "a detached child"):
+        pytest.skip("this system has no fork")
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    rollouts = collect(policy, write(ASKING.replace("BODY", WAYS[way])), 6, max_tokens=2)
     for rollout in rollouts:
+        assert (rollout.error, rollout.episode_return) == ("", 1.0) and len(rollout.turns) >= 2
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
         said = {m["content"] for m in rollout.messages if m["role"] == "user"}
-        assert said - {"late"} == {f"I am {n}"}
-        assert len(rollout.turns) >= (1 if "not awaited" in how else 2)
+        assert said == {f"I am {n}"}
+    if way == "a detached child":
+        for pid in (tmp_path / "pids").read_text().split():
+            wait_for_the_end_of(int(pid))
 
 
-def test_an_error_that_leaves_a_task_costs_its_episode_alone(policy, write, monkeypatch):
-    monkeypatch.setattr(agent, "GRACE", 0.1)
+def test_what_a_program_leaves_behind_ends_with_its_episode(policy, write, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     spec = write("""
-import asyncio, openai
-async def turns(client, answered):
-    await client.responses.create(model="m", input="?")
-    answered.set()
-    await asyncio.sleep(3600)
-async def breaks(client, task, answered):
-    await client.responses.create(model="m", input="!")
-    if task["n"] % 2:
-        await answered.wait()
-        raise KeyError("of an answer")
-async def run(task, base_url, api_key):
-    client, answered = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), asyncio.Event()
-    begun = asyncio.create_task(turns(client, answered))
-    breaking = breaks(client, task, answered)
-    await asyncio.gather(begun, breaking) if task["n"] % 2 else begun.cancel()
-    if task["n"] % 2 == 0:
-        await breaking
+import os, subprocess, threading
+def run(task, client):
+    ask = lambda: client.responses.create(model="m", input="?")
+    ask()
+    child = subprocess.Popen(["sleep", "600"])
+    open(os.environ["PIDS"], "a").write(f"{child.pid} {os.getpid()}\\n")
+    threading.Thread(target=lambda: [ask() for _ in range(999)]).start()
     return 1.0
 """)
-    rollouts = collect(policy, spec, 8)
-    broken = [r for r in rollouts if r.error]
-    assert 0 < len(broken) < 8 and all(r.episode_return == 1 for r in rollouts if not r.error)
-    assert all(r.env_failure and "goes on after the agent's end" in r.error for r in broken)
+    rollouts = collect(policy, spec, 4, max_tokens=1, max_turns=2000)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
+    for pid in (tmp_path / "pids").read_text().split():
+        wait_for_the_end_of(int(pid))
 
 
-@pytest.mark.parametrize("ends", ["return 1.0", "start(lambda: OpenAI(base_url=base_url, "
-                                  "api_key=api_key)); ask(WORKER[0], task)"])  # fmt: skip
-def test_a_program_that_has_not_asked_itself_ends_the_run(policy, write, ends):
-    program = SHARING.partition("def run(")[0]
-    program += f"def run(task, base_url, api_key):\n    {ends}\n    return 1.0"
-    with pytest.raises(EndRun, match="share one process"):
-        collect(policy, write(program), 4)
-
-
-def test_one_program_after_the_other_may_share_what_it_likes(policy, write):
-    program = sharing({"": "POOL.submit(work); through(ask, client, task)"}, "")
-    program = program.replace("GATE.wait()", "os.environ['OPENAI_API_KEY'] = api_key")
-    rollouts = collect(policy, write(program), 3, env_instances=1)
-    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 3
-
-
-def test_async_programs_share_a_loop_with_what_their_module_has_made(policy, write):
+def test_an_async_program_has_an_event_loop_of_its_own(policy, write):
     spec = write("""
 import asyncio, httpx, openai
-HTTP, LOCK, FULL, count = httpx.AsyncClient(), asyncio.Lock(), asyncio.Event(), 0
+HTTP, LOCK, count = httpx.AsyncClient(), asyncio.Lock(), 0
 async def run(task, base_url, api_key):
     global count
     async with LOCK:
-        await asyncio.sleep(0)
         count += 1
-    if count >= 3:
-        FULL.set()
-    await FULL.wait()
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
     asked = [client.responses.create(model="m", input="?") for _ in range(2)]
     await asyncio.gather(*asked)
     return count
 """)
-    for _ in range(2):
-        rollouts = collect(policy, spec, 3)
-        assert [(r.error, len(r.turns)) for r in rollouts] == [("", 2)] * 3
-        assert all(r.episode_return >= 3 for r in rollouts)
-
-
-BLOCKS = """
-import threading, time
-time.sleep(0.2)  # so that all episodes have begun before the first environment is built
-ONE = threading.Lock()
-def run(task, client):
-    with ONE:
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    return 1.0
-"""
-
-
-@pytest.mark.parametrize("alone", ["", "true"])
-def test_programs_that_wait_for_each_other_are_passed_over(policy, write, monkeypatch, alone):
-    monkeypatch.setattr(agent.Program, "patience", 0.1)
-    said = []
-    rollouts = collect(policy, write(BLOCKS, alone=alone), 4, say=said.append)
-    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
-    assert said == ([] if alone else [agent.BLOCKED])
+    rollouts = collect(policy, spec, 3)
+    assert [(r.error, len(r.turns), r.episode_return) for r in rollouts] == [("", 2, 1.0)] * 3
 
 
 def test_a_program_waits_for_the_slowest_one_so_that_a_run_repeats(policy, write):
@@ -590,43 +493,6 @@ def run(task, client):
     sampler.step = lambda: sizes.append(len(sampler.waiting)) or step()
     collect(policy, spec, 6, max_tokens=1, sampler=sampler)
     assert sizes == [6, 6]
-
-
-def test_time_in_which_another_program_keeps_the_loop_is_not_the_programs(
-    write, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(event_loop, "PATIENCE", 0.1)
-    spec = write(f"""
-import asyncio, pathlib, threading
-ended = threading.Event()
-begun = pathlib.Path("{tmp_path}/begun")
-async def run(task):
-    if not begun.exists():
-        begun.touch()
-        async def child():
-            ended.wait()
-        await asyncio.gather(child())
-    await asyncio.sleep(600)
-""", timeout=900)  # fmt: skip
-    first, second = make(spec), make(spec)
-    waits = [in_thread(partial(first.reset, 0))]
-    wait_for((tmp_path / "begun").exists)
-    waits.append(in_thread(partial(second.reset, 1)))
-    wait_for(lambda: second.play is not None and second.play.task is not None)
-    loop = second.play.task[1]
-    wait_for(lambda: event_loop.at_work(loop) is not None)
-    wait_for(second.play.waits_for_another)
-    assert not first.play.waits_for_another()
-    second.timeout, looks = 0.0, second.num_looks
-    wait_for(lambda: second.num_looks > looks + 2)
-    assert not waits[1].done()
-    first.timeout, second.timeout = 0.0, 900.0
-    with pytest.raises(TimeoutError, match="did nothing for 0 seconds"):
-        waits[0].result(60)
-    wait_for(lambda: event_loop._loop() is not loop)  # others get a loop of their own
-    first.function.__globals__["ended"].set()
-    second.close()
-    wait_for(lambda: event_loop.at_work(loop) is None)
 
 
 def test_far_too_much_text_is_refused_without_tokenizing_it(policy, monkeypatch):
@@ -743,24 +609,27 @@ def run(task, client):
         assert len(to_tokens([rollout]).sequences) == 2
 
 
-def test_a_thread_that_has_ended_is_not_interrupted(monkeypatch):
-    """Its id may be that of another thread."""
-    play, alive = agent.Play(session=None, running=True), iter([True, False])
-    play.thread = SimpleNamespace(is_alive=lambda: next(alive), join=lambda seconds: play.end())
-    monkeypatch.setattr(agent, "ctypes", None)  # the interruption would raise
-    play._interrupt()
-
-
-def test_a_reset_ends_the_program_of_the_episode_before(write):
-    env = make(write("def run(task):\n    while True: pass"))
+def test_a_reset_ends_the_program_of_the_episode_before(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    env = make(
+        write("""
+import os, time
+def run(task):
+    with open(os.environ["PIDS"], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    while True:
+        pass
+""")
+    )
+    written = lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().split()  # noqa: E731
     in_thread(partial(env.reset, 0))
-    wait_for(lambda: env.play and hasattr(env.play, "thread") and env.play.thread.is_alive())
-    first = env.play.thread
+    wait_for(written)
+    [first] = written()
     in_thread(partial(env.reset, 1))
-    wait_for(lambda: not first.is_alive())
-    wait_for(lambda: env.play is not None and env.play.thread is not first)
-    wait_for(env.play.thread.is_alive)
+    wait_for_the_end_of(int(first))
+    wait_for(lambda: len(written()) == 2)
     env.close()
+    wait_for_the_end_of(int(written()[1]))
 
 
 def asked(messages, **body):
@@ -769,20 +638,6 @@ def asked(messages, **body):
     read = [{"calls": [], "thought": ""} | (m if isinstance(m, dict) else
             {"role": m[0], "content": m[1]}) for m in messages]  # fmt: skip
     return endpoint.Ask(None, body, read, tools)
-
-
-def test_what_the_run_samples_otherwise_is_named():
-    params, said = SamplingParams(4), [("user", "?"), ("assistant", "I")]
-    usual = {"temperature": 1, "top_p": 1, "top_k": -1, "tool_choice": "auto", "min_p": 0,
-             "response_format": {"type": "text"}, "parallel_tool_calls": True, "stream": True,
-             "logit_bias": {}}  # fmt: skip
-    assert programs.differences(asked(said[:1], **usual), params) == []
-    tool = {"type": "function", "function": {"name": "f", "strict": True}}
-    other = asked(said, temperature=0.25, top_k=5, seed=3, min_p=0.1, tools=[tool],
-                  response_format={"type": "json_object"})  # fmt: skip
-    assert programs.differences(other, params) == [
-        "temperature 0.25", "top_k 5", "seed", "min_p", "response_format", "strict", "a prefill",
-    ]  # fmt: skip
 
 
 def test_the_schema_of_an_answer_is_in_the_prompt(policy):
@@ -849,12 +704,6 @@ def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(p
     program = ONE_REQUEST.replace("1.0", "float(client.base_url.host == '127.0.0.2')")
     [rollout] = collect(policy, write(program, host="127.0.0.2"), 1)
     assert (rollout.error, rollout.episode_return) == ("", 1.0)
-
-
-def test_so_many_programs_run_at_once(write, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert pool.most_at_once(EnvSpec.read(write(""))) == 64
-    assert pool.most_at_once(EnvSpec.read(write("", run="", command="true"))) == 3 + 4
 
 
 @pytest.mark.parametrize("options, reason", [

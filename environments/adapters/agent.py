@@ -44,6 +44,7 @@ from environments.plumbing.options import split_words
 from environments.plumbing.tools import read_calls
 from environments.rewarded import begin_run, draw, load
 
+LOCK = threading.Lock()
 POLL = 0.5  # seconds between two looks of a call at its program
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
 EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructure fails
@@ -106,7 +107,8 @@ class Program(Env):
             raise UsageError(f"host={host}: {error.strerror}; name an IPv4 address of this "
                              "machine") from None  # fmt: skip
         if run:
-            check_program(run, self.zero_on)
+            with LOCK:  # else each of the first environments would import it
+                check_program(run, self.zero_on)
         self.error: Exception | None = None  # why the episode earned `error_reward`
         self.play: Play | None = None  # None: it has ended
         self.since = 0.0  # when the program was started, or was last answered

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from environments.base import Env, MultiAgentEnv, RunInfo, UsageError, restored_torch
+from environments.base import Env, MultiAgentEnv, RunInfo, UsageError
 from environments.plumbing.options import convert, key_value_pairs, map_words, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
@@ -276,7 +276,6 @@ class EnvSpec:
         return values
 
 
-@restored_torch()
 def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
     """Builds an environment from its spec.
 
@@ -406,7 +405,6 @@ def import_attribute(name: str) -> Any:
     return getattr(module, attribute)
 
 
-@restored_torch()
 def import_source(source: str) -> ModuleType:
     """Imports a module, FOLDER/module, or a file that ends in .py. Raises UsageError."""
     try:

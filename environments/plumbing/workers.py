@@ -22,6 +22,7 @@ from environments.base import EnvFailure
 from environments.plumbing import processes
 
 FORKS = hasattr(os, "fork")
+LOCK = threading.Lock()
 CODE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from environments.plumbing "
 MAIN = CODE + "import worker; worker.main(sys.argv[1], sys.argv[2:])"
 SERVE = CODE + "import worker; worker.serve(int(sys.argv[1]), sys.argv[2])"
@@ -96,9 +97,14 @@ class Workers:
         return Forked(ours)
 
 
-@cache
 def of(run: str, zero_on: tuple[str, ...] = ()) -> Workers:
-    """The processes of a program; "": of commands."""
+    """The processes of a program; "": of commands. Environments are built in several threads."""
+    with LOCK:
+        return _workers(run, zero_on)
+
+
+@cache
+def _workers(run: str, zero_on: tuple[str, ...]) -> Workers:
     return Workers(run, zero_on)
 
 
