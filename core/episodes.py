@@ -49,7 +49,6 @@ from environments.base import (
     EVAL_SEEDS,
     PLAYER,
     TRAIN_SEEDS,
-    EndRun,
     EnvFailure,
     NoReward,
 )
@@ -207,7 +206,7 @@ class RolloutCollector:
                 yield from self.play_program(self, episode, answerer)
             else:
                 yield from self.episode(episode, answerer)
-        except (GeneratorExit, KeyboardInterrupt, EndRun):
+        except (GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit too: an environment must not end the run
             self.fail(episode, error)

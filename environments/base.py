@@ -76,10 +76,6 @@ class NoReward(EnvFailure):
     it is no failure: it is counted by itself, and never ends a run."""
 
 
-class EndRun(UsageError):
-    """Ends the run with its message, not one episode: the numbers of the others are wrong, too."""
-
-
 @dataclass(frozen=True)
 class Step:
     """The result of one response.

@@ -22,7 +22,7 @@ from core.faults import Stopped
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.terminal.interrupt import Interrupt
-from environments.base import EndRun, Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.plumbing import registry
 
 
@@ -185,22 +185,6 @@ def test_the_calls_of_one_environment_are_made_in_turn(policy, register):
     seen = []
     rollouts = RolloutCollector(policy, 9).demonstrate([Task("slow", 2, 0)])
     assert len(seen) >= 2 and {*seen} == {1} and not rollouts[0].error
-
-
-def test_what_ends_the_run_in_the_last_episode_closes_its_environment(policy, register, way):
-    closed = threading.Event()
-
-    class Ends(OneTurn):
-        def step(self, response):
-            raise EndRun("it cannot go on")
-
-        def close(self):
-            closed.set()
-
-    register(Ends)
-    with pytest.raises(EndRun):
-        RolloutCollector(policy, 1).collect(tasks(1), Scripted(policy), PARAMS)
-    assert closed.wait(60)
 
 
 class Uneven(Env):
