@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import load_small
 from test_episodes import Scripted
 
@@ -759,14 +758,6 @@ def test_functions_read_how_many_passes_over_the_rows_are_complete():
     assert rewarded.passes() == 0.0  # no run draws from the data
     with pytest.raises(AttributeError, match="global_step, max_steps and epoch, no log_history"):
         rewarded.TrainerState().log_history  # noqa: B018
-
-
-def test_a_file_cannot_change_the_settings_of_pytorch():
-    """Where it is imported, which may be the thread that trains."""
-    rude = "import torch\ntorch.set_default_dtype(torch.float64); torch.set_grad_enabled(False)\n"
-    Path("rude.py").write_text(f"{rude}def one(completions, **columns): return [1.0]\n")
-    make("rewarded:data=rows.jsonl,reward=rude.py:one")
-    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
 def test_async_functions_are_awaited_together():

@@ -133,7 +133,9 @@ def described(error: BaseException, zero_on: tuple[type[BaseException], ...]) ->
 def exception(name: str) -> type[BaseException]:
     """The exception `module.Name`, or Python's `Name`. Raises UsageError if there is none."""
     module, _, bare = name.rpartition(".")
-    kind = import_attribute(f"{module or 'builtins'}:{bare}")
+    kind: Any = None
+    with suppress(UsageError):
+        kind = import_attribute(f"{module or 'builtins'}:{bare}")
     if not isinstance(kind, type) or not issubclass(kind, BaseException):
         raise UsageError(f"zero_on={name}: that is no exception; write where it is, such as "
                          "zero_on=httpx.ConnectError")  # fmt: skip
@@ -223,6 +225,7 @@ def begin(options: Json, files: list[int]) -> None:
             os.dup2(file, number)
             os.close(file)
         os.environ.update(options["variables"])
+        os.chdir(options["folder"])
         if arguments := options["arguments"]:
             os.execvp(arguments[0], arguments)
         main(options["run"], options["zero_on"])

@@ -84,7 +84,7 @@ class Workers:
                 stdout=stdout, stderr=stderr, env=os.environ | variables,
             )  # fmt: skip
         options = {"run": self.run, "zero_on": self.zero_on, "variables": variables,
-                   "arguments": arguments}  # fmt: skip
+                   "arguments": arguments, "folder": os.getcwd()}  # fmt: skip
         ours, theirs = socket.socketpair()
         files = [file.fileno() for file in (stdin, stdout, stderr, theirs)]
         with theirs, self.lock:
