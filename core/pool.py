@@ -7,6 +7,7 @@ Quick environments are called as functions are, one after the other, in the orde
 episodes. Those that wait (`Env.waits`) are called side by side, each call in a thread.
 """
 
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
@@ -231,7 +232,9 @@ def step_together(calls: list[EnvCall]) -> list[Outcome]:
 
 def most_at_once(spec: EnvSpec) -> int:
     """How many heavy environments exist while one of these begins: more would only wait."""
-    return 16 if is_program(spec) else 32  # a program is a process
+    if not is_program(spec):
+        return 32
+    return (os.cpu_count() or 1) + 4 if spec.values["command"] else 64
 
 
 def is_program(spec: EnvSpec) -> bool:
