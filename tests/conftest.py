@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from http.server import ThreadingHTTPServer
 from importlib.util import find_spec
@@ -66,9 +66,11 @@ def wait_for_the_end_of(pid):
     import psutil
 
     for _ in range(6000):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.01)
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+                continue
+        return
     raise AssertionError("it goes on")
 
 

@@ -278,7 +278,7 @@ def started(
     """The process of a program, which reads `given` as JSON."""
     files[0].write(json.dumps(given).encode() + b"\n")
     files[0].seek(0)
-    return workers.of(run, zero_on).start(*files, variables, arguments)
+    return workers.of(run, zero_on).start(files, variables, arguments)
 
 
 def result_of(run: str, code: int, files: list[IO[bytes]]) -> dict[str, Any]:

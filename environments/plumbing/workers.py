@@ -1,7 +1,7 @@
 """Processes of agent programs, on the side of the run: one for each episode (worker.py).
 
     workers = of("agent.py:run", zero_on)            # of("") for commands
-    process = workers.start(stdin, stdout, stderr, variables, arguments)
+    process = workers.start(files, variables, arguments)
     process.wait()                                   # its exit code; its children have ended too
     process.kill()
 
@@ -74,10 +74,13 @@ class Workers:
                 )  # fmt: skip
 
     def start(
-        self, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes], variables: dict[str, str],
-        arguments: list[str],
+        self, files: list[IO[bytes]], variables: dict[str, str], arguments: list[str]
     ) -> Forked | Fresh:  # fmt: skip
-        """Starts a command, or the program if there are no `arguments`. Raises EnvFailure."""
+        """Starts a command, or the program if there are no `arguments`. Raises EnvFailure.
+
+        `files`: its stdin, stdout and stderr.
+        """
+        stdin, stdout, stderr = files
         if not FORKS:
             return Fresh(
                 arguments or interpreter(MAIN, self.run, *self.zero_on), stdin=stdin,
@@ -86,10 +89,10 @@ class Workers:
         options = {"run": self.run, "zero_on": self.zero_on, "variables": variables,
                    "arguments": arguments, "folder": os.getcwd()}  # fmt: skip
         ours, theirs = socket.socketpair()
-        files = [file.fileno() for file in (stdin, stdout, stderr, theirs)]
+        numbers = [file.fileno() for file in (*files, theirs)]
         with theirs, self.lock:
             try:
-                socket.send_fds(self.server, [json.dumps(options).encode() + b"\n"], files)
+                socket.send_fds(self.server, [json.dumps(options).encode() + b"\n"], numbers)
                 if not self.server.recv(1):
                     raise BrokenPipeError
             except OSError:
