@@ -89,7 +89,7 @@ class Workers:
         options = {"run": self.run, "zero_on": self.zero_on, "variables": variables,
                    "arguments": arguments, "folder": os.getcwd()}  # fmt: skip
         ours, theirs = socket.socketpair()
-        numbers = [file.fileno() for file in (*files, theirs)]
+        numbers = [*(file.fileno() for file in files), theirs.fileno()]
         with theirs, self.lock:
             try:
                 socket.send_fds(self.server, [json.dumps(options).encode() + b"\n"], numbers)
