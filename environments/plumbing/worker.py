@@ -284,6 +284,33 @@ def preload(program: str) -> None:
     for name in filter(is_installed, names):
         with suppress(BaseException):
             importlib.import_module(name)
+    with suppress(Exception):
+        warm_up()
+
+
+def warm_up() -> None:
+    """Asks nobody, once: pydantic builds the types of requests and answers when they are first
+    used, which takes longer than an episode of a small model."""
+    openai = import_library("openai", "openai")
+    http = openai.DefaultHttpxClient(verify=False, trust_env=False)
+    client = openai.OpenAI(
+        base_url="http://127.0.0.1:0", api_key="-", max_retries=0, http_client=http
+    )
+    asked, function = {"role": "user", "content": ""}, {"name": "f", "parameters": {}}
+    with suppress(openai.APIConnectionError):
+        tools = [{"type": "function", "function": function}]
+        client.chat.completions.create(model="m", messages=[asked], tools=tools)
+    with suppress(openai.APIConnectionError):
+        client.responses.create(model="m", input=[asked], tools=[{"type": "function"} | function])
+    call = {"name": "f", "arguments": "{}"}
+    message = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
+    choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+    openai.types.chat.ChatCompletion.construct(choices=choices, usage={}).to_dict()
+    text = {"type": "output_text", "text": "", "annotations": []}
+    output = [{"type": "message", "content": [text]}, {"type": "function_call"} | call]
+    openai.types.responses.Response.construct(
+        output=output, usage={}, tools=[], tool_choice="auto", metadata={}
+    ).to_dict()
 
 
 def is_installed(name: str) -> bool:
