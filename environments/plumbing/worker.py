@@ -194,7 +194,9 @@ def serve(file: int, program: str) -> None:
         if run in ready:
             message, files = b"", list[int]()
             while not message.endswith(b"\n"):
-                part, more, *_ = socket.recv_fds(run, 65536, 4)
+                part, more = b"", list[int]()
+                with suppress(ConnectionError):  # a run that was killed left bytes unread
+                    part, more, *_ = socket.recv_fds(run, 65536, 4)
                 if not part:
                     for pid in channels:
                         kill(pid)
@@ -212,7 +214,8 @@ def serve(file: int, program: str) -> None:
             for file in own:
                 os.close(file)
             channels[pid] = socket.socket(fileno=channel_file)
-            run.sendall(b"\n")
+            with suppress(ConnectionError):
+                run.sendall(b"\n")
 
 
 def begin(options: Json, files: list[int]) -> None:
