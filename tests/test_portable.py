@@ -51,7 +51,11 @@ ASKS = re.compile(r"hasattr\((os|signal), |os\.name|sys\.platform|suppress\(.*Im
 
 
 def used(node):
-    """The names that Windows lacks, but for those in a branch or a `with` that asks first."""
+    """The names that Windows lacks, but for those in a branch, a `with` or a file that asks."""
+    firsts = node.body if isinstance(node, ast.Module) else []
+    checks = [n.test for n in firsts if isinstance(n, ast.If) and isinstance(n.body[0], ast.Raise)]
+    if any(ASKS.search(ast.unparse(check)) for check in checks):  # it cannot be imported otherwise
+        return
     asked = [node.test] if isinstance(node, (ast.If, ast.IfExp)) else getattr(node, "items", [])
     if any(ASKS.search(ast.unparse(expression)) for expression in asked):
         return

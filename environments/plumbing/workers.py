@@ -5,7 +5,8 @@
     process.wait()                                   # its exit code; its children have ended too
     process.kill()
 
-A small server forks the processes. Windows has no fork: there each is a fresh interpreter.
+A small server forks the processes (forks.py). Windows has no fork: there each is a fresh
+interpreter.
 """
 
 import json
@@ -25,7 +26,7 @@ FORKS = hasattr(os, "fork")
 LOCK = threading.Lock()
 CODE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from environments.plumbing "
 MAIN = CODE + "import worker; worker.main(sys.argv[1], sys.argv[2:])"
-SERVE = CODE + "import worker; worker.serve(int(sys.argv[1]), sys.argv[2])"
+SERVE = CODE + "import forks; forks.serve(int(sys.argv[1]), sys.argv[2])"
 
 
 class Forked:
