@@ -101,7 +101,7 @@ def as_words(settings: dict[str, Any], cls: type, prefix: str = "") -> Iterator[
     """The texts of a config.yaml, settings of the dataclass `cls`, as words of a command line.
 
     >>> [*as_words({"lr": "1e-5", "env": ["a", "b"], "keep_best": "no"}, Config)]
-    ['--lr=1e-5', '--env', 'a', 'b', '--no-keep-best']
+    ['--lr=1e-5', '--env=a', 'b', '--no-keep-best']
     """
     kinds = get_type_hints(cls)
     for name, value in settings.items():
@@ -110,8 +110,10 @@ def as_words(settings: dict[str, Any], cls: type, prefix: str = "") -> Iterator[
             yield flag(f"{prefix}{'' if BOOLS[text] else 'no-'}{name}")
         elif isinstance(value, dict):  # an option of this type has a flag for each key
             yield from as_words(value, object, f"{prefix}{name}.")
+        elif isinstance(value, list) and value:  # with "=", as the first may begin with a hyphen
+            yield from (f"{flag(prefix + name)}={value[0]}", *map(str, value[1:]))
         elif isinstance(value, list):
-            yield from (flag(prefix + name), *map(str, value))
+            yield flag(prefix + name)
         elif type(None) in get_args(kind) and text in ("", "~", "null"):
             yield f"{flag(prefix + name)}=None"
         else:
@@ -151,11 +153,11 @@ def read_file(file: Path, resume: bool = False) -> Saved:
         _check_names(options, type(default.options), f"{name}.")
         words = [*as_words(texts, Config), *as_words(options, type(default.options), f"{name}.")]
         cfg = _values(words, default)
-        alpha = float(removed.get("lora_alpha", 0))
+        alpha = float(str(removed.get("lora_alpha", 0)))
         if resume and alpha not in (0, 2 * cfg.lora_rank):
             raise UsageError(f"lora_alpha is {alpha:g}, and picoRL takes twice the rank now: start "
                              "another run")  # fmt: skip
-    except UsageError as error:
+    except (UsageError, ValueError) as error:
         raise UsageError(f"{file}: {error}") from None
     preset = cfg.options.presets.get(cfg.options.loss_type, {})
     options = {k: v for k, v in options.items() if getattr(cfg.options, k) != preset.get(k, ...)}

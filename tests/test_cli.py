@@ -47,6 +47,7 @@ def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
     cfg = read_config(written(tmp_path, text))
     assert (cfg.run_name, cfg.gradient_checkpointing, cfg.lr) == ("--lr", "off", 1e-5)
     assert (cfg.sft_lr, cfg.track, cfg.env) == (None, "none", ("snake",))
+    assert read_config(written(tmp_path, "stop: ['---', 'b']\n")).stop == ("---", "b")
 
 
 @pytest.mark.parametrize(("text", "named"), [
