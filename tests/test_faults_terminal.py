@@ -14,7 +14,6 @@ from core.report import curves
 from core.settings import config_to_dict
 from core.terminal import cli, interrupt
 from core.terminal.console import Display
-from core.types import Rollout
 from environments import __main__ as play
 from environments.base import Env, Step
 from environments.plumbing.text import CONTROL_CHARACTERS
@@ -25,20 +24,14 @@ RECORD = {"reward/mean": 0.5, "time/rollout_s": 0.1, "time/train_s": 0.1}
 
 
 def display(text):
-    """What the plain display and the first frame of the live one print."""
-    shown = io.StringIO()
-    messages = [{"role": "assistant", "content": text}]
-    rollout = Rollout(text, text, 0, 0, messages)
-    for options in ({}, {"force_terminal": True, "color_system": None}):
-        console = Console(file=shown, width=200, highlight=False, **options)
-        with Display(text, console) as screen:
-            with screen.phase(text, 1) as phase:
-                phase.advance(text)
-            screen.update(1, RECORD | {f"info/{text}": 1.0}, [rollout])
-            screen.say(text)
-            live = screen._render()
-        Console(file=shown, width=200, color_system=None).print(live)
-    return _plain(shown.getvalue())
+    """What the display prints in a pipe."""
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    with Display(text, console, meanings={text: text}) as screen:
+        with screen.phase("warm start", 1) as phase:
+            phase.advance(text)
+        screen.update(1, RECORD | {f"info/{text}": 1.0})
+        screen.say(text)
+    return console.file.getvalue()
 
 
 def episode(text):
@@ -88,13 +81,6 @@ def _recorded(module, name, call):
     finally:
         setattr(module, name, own)
     return file.getvalue()
-
-
-def _plain(text):
-    """Without the sequences with which rich moves the cursor of a live display."""
-    for sequence in ("\x1b[?25l", "\x1b[?25h", "\x1b[1A", "\x1b[2K", "\r"):
-        text = text.replace(sequence, "")
-    return text
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -88,7 +88,7 @@ def test_a_run_writes_all_its_files(whole_run):
     assert sum(json.loads(line)["kind"] == "train" for line in rollouts) == 4 * 8
     assert "held-out accuracy" in out and "next: " in out
     rows = [line.split() for line in out.splitlines()]
-    assert [row[0] for row in rows if row and row[0].isdigit()] == ["1", "2", "3", "4"]
+    assert [row[1] for row in rows if row[:1] == ["update"]] == ["1", "2", "3", "4"]
     AutoModelForCausalLM.from_pretrained(whole_run / "model")
     saved = whole_run / "checkpoint/000003-000005/weights.safetensors"  # those of the last update
     assert (whole_run / "model/model.safetensors").samefile(saved)

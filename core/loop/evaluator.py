@@ -91,7 +91,7 @@ class Evaluator:
         ):
 
             def on_progress() -> None:
-                phase.advance(quiet=True)
+                phase.advance()
                 if self.interrupt.requested:
                     self.sampler.stop()
 

@@ -190,7 +190,7 @@ class Run:
             if self.sampler.sync_seconds is not None:
                 record["time/sync_s"] = self.sampler.sync_seconds
             self.outputs.run_log.log_rollouts("train", update, rollouts)
-            self.display.update(update, record, rollouts)
+            self.display.update(update, record)
         self.history.append(record)
         # the type, which --dtype auto leaves open, says how large rounding is
         dtype: Any = str(self.policy.dtype).removeprefix("torch.")
@@ -216,6 +216,8 @@ class Run:
     def _too_many_skipped(self, record: dict[str, Any]) -> bool:
         # without different returns there is no gradient, or it is 0: nothing is wrong with that
         skipped = record.get("update/skipped") and record.get("grad/norm", 0.0) != 0.0
+        if skipped:
+            self.say(f"update {record['update']} skipped: its loss or its gradient is not finite")
         self.progress["skipped_in_a_row"] = self.progress["skipped_in_a_row"] + 1 if skipped else 0
         too_many = self.progress["skipped_in_a_row"] >= MAX_SKIPPED
         if too_many:
