@@ -77,11 +77,7 @@ def talk(monkeypatch, capsys):
     def talk(*args, lines=QUESTION, stdin=None):
         monkeypatch.setattr("sys.stdin", stdin or io.StringIO(lines))
         capsys.readouterr()
-        try:
-            code = chat.execute(chat.main, [*map(str, args), "--device", "cpu"])
-        except SystemExit as exit_:  # raised by tyro
-            code = exit_.code
-        return code, *capsys.readouterr()
+        return chat.execute([*map(str, args), "--device", "cpu"]), *capsys.readouterr()
 
     return talk
 
@@ -132,14 +128,11 @@ def test_before_shows_both_models_and_writes_nothing_into_the_folder_of_the_run(
     assert files() == files_before
 
 
-def test_a_run_is_also_found_by_its_name_unless_that_is_a_folder_or_a_model(
-    runs, talk, tmp_path, monkeypatch, qwen3_folder
-):
+def test_a_run_is_found_by_its_name_unless_that_is_a_model(runs, talk, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("mine", "tiny", "small"):
+    for name in ("mine", "tiny"):
         shutil.copytree(runs["lora"], Path("runs", name))
-    shutil.copytree(qwen3_folder, "small")
-    for given, source in (("mine", "runs/mine/model"), ("tiny", "tiny"), ("small", "small")):
+    for given, source in (("mine", "runs/mine/model"), ("tiny", "tiny")):
         assert talk(given, lines="")[2].startswith(f"{source} · ")
 
 
@@ -175,12 +168,17 @@ def test_each_prompt_begins_with_the_ids_that_were_sampled(speaker):
 
 
 def test_in_a_terminal_a_full_context_is_one_line_and_reset_helps(talk, qwen3_folder, monkeypatch):
-    typed = iter(["a " * 150, "b " * 150, "/nonsense", "/reset", "one", "/quit", "never"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    typed = iter(["a " * 150, "b " * 150, "/reset", "one"])
+
+    def type_line(prompt):
+        if line := next(typed, ""):
+            return line
+        raise EOFError  # Ctrl-D
+
+    monkeypatch.setattr("builtins.input", type_line)
     code, out, err = talk(qwen3_folder, "--max-tokens", 3, stdin=Terminal())
-    assert code == 0 and err.count("does not fit") == 1 and "3 tokens" in err
-    assert "/nonsense is no command" in err and len(re.findall("^model: ", out, re.M)) == 3
-    assert next(typed) == "never"
+    assert code == 0 and err.count("does not fit") == 1
+    assert [line[:7] for line in out.splitlines() if line] == ["model: "] * 3
 
 
 def test_after_ctrl_c_in_an_answer_the_conversation_is_as_before(speaker):
@@ -202,28 +200,4 @@ def test_task_plays_the_held_out_tasks_and_shows_all_turns_and_rewards(runs, tal
         pattern = rf"{label}: (.*)\nuser: More\.\n{label}: (.*)\n(reward .*)\n"
         first, second, rewards = re.search(pattern, episode, re.S).groups()
         lengths = [len(first), len(second)]
-        assert rewards == (f"reward {sum(lengths)} · turn by turn +{lengths[0]} +{lengths[1]} · "
-                           "correct True")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("args", "culprit"),
-    [
-        (["empty"], "empty: no model in this folder (no config.json)"),
-        (["nobody"], "; runs/ has mine"),
-        (["runs/nobody"], "core.chat: runs/nobody: there is no such run; runs/ has mine"),
-        (["no_checkpoint"], "no checkpoint yet"),
-        (["MODEL", "--before"], "--before"),
-    ],
-)
-def test_invalid_arguments_exit_with_2_and_name_the_culprit(
-    args, culprit, talk, tmp_path, monkeypatch, qwen3_folder, runs
-):
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    Path("no_checkpoint").mkdir()
-    shutil.copy(runs["full"] / "config.yaml", "no_checkpoint")
-    Path("runs/mine").mkdir(parents=True)
-    shutil.copy(runs["full"] / "config.yaml", "runs/mine")
-    code, out, err = talk(*(arg.replace("MODEL", str(qwen3_folder)) for arg in args))
-    assert (code, out) == (2, "") and culprit in err and "Traceback" not in err
+        assert rewards == f"reward {sum(lengths)} (+{lengths[0]} +{lengths[1]}) · correct True"

@@ -90,7 +90,7 @@ def test_the_commands_of_the_readme_for_a_run_go_on_with_it(command, capsys, mon
     assert commands
     for flags in commands:
         monkeypatch.setattr("sys.stdin", io.StringIO('How many r in "cherry"?'))
-        assert chat.execute(chat.main, shlex.split(flags.replace("<name>", "a"))) == 0, flags
+        assert chat.execute(shlex.split(flags.replace("<name>", "a"))) == 0, flags
         assert capsys.readouterr().out
 
 

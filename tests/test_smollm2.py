@@ -29,7 +29,7 @@ def test_it_trains_chats_and_teaches(command, tmp_path, monkeypatch, capsys):
     assert command(*run, "--run-name", "a")[0] == 0
     assert "model_id: smollm2" in Path("runs/a/config.yaml").read_text()
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?"))
-    assert chat.execute(chat.main, ["runs/a", "--before", "--max-tokens", "12"]) == 0
+    assert chat.execute(["runs/a", "--before", "--max-tokens", "12"]) == 0
     assert capsys.readouterr().out.count("Paris") == 2
     taught = [*run, "--teacher", "smollm2", "--kl-coef", "1", "--run-name", "b"]
     assert command(*taught)[0] == 0

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from algorithms.ppo import Options as PpoOptions
 from core import config
 from core.config import Config
+from core.extras import chat
 from core.faults import UsageError
 from core.loop.open import prepare
 from environments.plumbing.installed import NEEDED
@@ -52,7 +53,13 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"overlap": True, "sampler": "torch"}, "--overlap works only with --sampler server"),
 ]
 
-COMMANDS = [  # a command line, and what its message names
+COMMANDS = [  # a command line of train.py, or of core.chat, and what its message names
+    ("chat none", "there is no such run; runs/ has there"),
+    ("chat runs/none", "there is no such run; runs/ has there"),
+    ("chat there", "no model in this folder"),
+    ("chat ./shapes", "no model in this folder"),
+    ("chat tiny --before", "--before needs a run"),
+    ("chat tiny --temperature 0.001", "--temperature"),
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
     ("--algo gpro", "choose cispo, "),
     ("--learning-rate 1e-5", "write --lr"),
@@ -107,6 +114,7 @@ def place(tmp_path):
     """The working directory of the commands, with a run called `there` and wrong data."""
     (tmp_path / "runs/there/model").mkdir(parents=True)
     (tmp_path / "runs/there/config.yaml").write_text("algo: grpo\n")
+    (tmp_path / "shapes").mkdir()
     (tmp_path / "shape.jsonl").write_text('{"q": "1 + 1", "a": 2}\n' * 20)
     return tmp_path
 
@@ -115,7 +123,7 @@ def check_rejected(command, place, args, named):
     before = {p: p.read_bytes() if p.is_file() else None for p in place.rglob("*")}
     code, out, err = command(*args)
     assert (code, out) == (2, "")
-    assert err.startswith("train.py: ") and named in err
+    assert err.startswith(("train.py: ", "core.chat: ")) and named in err
     assert err.endswith("\n") and err[:-1].isprintable()  # no line breaks, no colours
     assert {p: p.read_bytes() if p.is_file() else None for p in place.rglob("*")} == before
 
@@ -128,8 +136,12 @@ def test_invalid_settings_are_named_in_one_line(settings, named):
 
 
 @pytest.mark.parametrize(("line", "named"), COMMANDS)
-def test_an_invalid_command_is_one_line_and_code_2(command, place, line, named):
-    check_rejected(command, place, shlex.split(line), named)
+def test_an_invalid_command_is_one_line_and_code_2(command, capsys, place, line, named):
+    def talk(_, *args):
+        return chat.execute([*args]), *capsys.readouterr()
+
+    run = talk if line.startswith("chat ") else command
+    check_rejected(run, place, shlex.split(line), named)
 
 
 @pytest.mark.parametrize("line", ["--lr fast", "--ppo.clip 0.3"])

@@ -5,21 +5,21 @@
     python -m core.chat Qwen/Qwen3-0.6B --temperature 0.7
     cat question.txt | python -m core.chat runs/mine      # prints only the answer
 
-A finished run answers with the weights of its model/, any other run with its newest intact
-checkpoint; its folder is only read. A conversation is one agent of core/episodes.py, so it keeps
-each answer as the token ids that were sampled, as training does. Without a terminal each line of
-the input is one message. Answers go to stdout, everything else goes to stderr.
+A finished run answers with the weights of its model/, any other run with its newest checkpoint; its
+folder is only read. A conversation is one agent of core/episodes.py, so it keeps each answer as the
+token ids that were sampled, as training does. Without a terminal each line of the input is one
+message. Answers go to stdout, everything else goes to stderr.
 """
 
 from core.terminal import cli
 
+if __name__ == "__main__":
+    cli.say_loading()
+
 # isort: split
 import copy
-import io
 import itertools
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,22 +29,36 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 from algorithms.options import Range
 from core import config, tasks
+from core.chat_template import clean_message
 from core.config import Config, Count
+from core.context import Agent
+from core.episodes import RolloutCollector
+from core.extras import programs, tools
 from core.faults import Fault, UsageError
 from core.files.atomic import scratch_folder
+from core.files.checkpoint import base_model, copy_weights, find_checkpoint
+from core.files.models import folder_of_model, load_exported, untrained
+from core.files.run_log import METRICS, read_records
+from core.loading import has_adapters, load_policy
+from core.memory import out_of_memory_as_one_line
+from core.policy import Policy
+from core.report.summary import num_updates
+from core.sampler import SamplingParams, TorchSampler, draw, params_of, to_completion
+from core.seeds import derive_seed
 from core.settings import find_run, known_runs, read_config
+from core.tasks import Task
 from core.types import Completion, Message, Rollout
-from environments.base import RunInfo
+from environments.base import EVAL_SEEDS, RunInfo
 from environments.plumbing.registry import begin_run
 from environments.plumbing.text import one_line, printable
 
-COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit: end"
-OF_TINY = "tiny knows only its tasks' wording, one task per conversation"
-STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
-OUT, NOTES = Console(highlight=False), Console(stderr=True, highlight=False)
+COMMANDS = "/task: play a held-out task · /reset: forget the conversation · Ctrl-D: end"
+OF_TINY = "tiny knows only its tasks' wording, one task per conversation: try /task"
+NOTES = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -52,22 +66,17 @@ class Flags:
     """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
 
     # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
-    policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = ""
+    policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
+    before: bool = False  # Show the answer of the model before training, too.
     # Sampling temperature; 0: greedy.
     temperature: Annotated[float, Range(0.01, 100, or_zero=True)] = 0.0
-    # Keep the most likely tokens up to this probability mass; 1: keep all.
-    top_p: Annotated[float, Range(1e-6, 1)] = 1.0
-    top_k: Count = 0  # Keep this many of the most likely tokens; 0: keep all.
     # Token limit of one answer; 0: that of the run; without a run 64 for tiny and smollm2,
     # otherwise 1024.
     max_tokens: Count = 0
-    seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # Random seed of the answers.
     device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
     # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trust_remote_code: bool = False  # Run the code that comes with the model.
-    before: bool = False  # Show the answer of the model before training, too.
-    env: str = ""  # Environment of /task; empty: that of the run.
 
 
 def parse(args: list[str]) -> tuple[Flags, Config]:
@@ -80,65 +89,29 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     for name, allowed in config.facts_of(Range, Flags).items():
         if problem := config.range_problem(name, getattr(flags, name), allowed):
             raise UsageError(problem)
-    if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
-        raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
-    if not flags.policy:
-        raise UsageError(f"name a run, such as runs/mine, or a model, such as tiny; "
-                         f"{known_runs()}")  # fmt: skip
-    flags = replace(flags, policy=os.path.expanduser(flags.policy))
-    if flags.policy not in (*config.TINY, config.SMOLLM2) and not Path(flags.policy).exists():
+    folder = Path(flags.policy).expanduser()
+    if flags.policy not in (*config.TINY, config.SMOLLM2) and not folder.exists():
         if run := find_run(flags.policy):
-            flags = replace(flags, policy=str(run))
-        elif config.RUNS in Path(flags.policy).parents:
+            folder = run
+        elif config.RUNS in folder.parents or "/" not in flags.policy:
             raise UsageError(f"{flags.policy}: there is no such run; {known_runs()}")
-    file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
-    if file.exists():
-        cfg = read_config(file)
-    elif flags.before:
-        raise UsageError(f"--before needs the folder of a run; {file} does not exist")
-    if cfg.sampler == "openai":
-        raise UsageError(f"{flags.policy}: this run evaluated a model on a server, without weights")
-    if flags.env:
-        cfg = replace(cfg, eval_env=(flags.env,))
+    flags = replace(flags, policy=str(folder) if folder.exists() else flags.policy)
+    is_run = (folder / "config.yaml").exists()
+    if flags.before and not is_run:
+        raise UsageError(f"--before needs a run; {folder} has no config.yaml")
+    cfg = read_config(folder / "config.yaml") if is_run else Config(model_id=flags.policy)
     cfg = config.resolve(cfg)
-    begin_run(RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)]))
-    if flags.env:
-        tasks.held_out_envs(cfg.eval_env, (), 0)  # raises for an unknown name
     return flags, replace(
-        cfg, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k, seed=flags.seed,
+        cfg, temperature=flags.temperature, top_p=1.0, top_k=0,
         max_tokens=flags.max_tokens or cfg.max_tokens, device=flags.device,
         dtype=cfg.dtype if flags.dtype == "auto" else flags.dtype,
         trust_remote_code=flags.trust_remote_code,
     )  # fmt: skip
 
 
-def execute(main: Callable[[Flags, Config], int], args: list[str]) -> int:
-    """`main` with the parsed flags; errors as `cli.execute` reports them."""
+def execute(args: list[str]) -> int:
+    """What `python -m core.chat ARGS` does; errors as `cli.execute` reports them."""
     return cli.execute(lambda parsed: main(*parsed), args, parse, "core.chat")
-
-
-if __name__ == "__main__":
-    if code := execute(lambda *_: 0, sys.argv[1:]):
-        sys.exit(code)  # --help and errors, before the slow imports
-    cli.say_loading()
-
-from torch import Tensor
-
-from core.chat_template import clean_message
-from core.context import Agent
-from core.episodes import RolloutCollector
-from core.extras import programs, tools
-from core.files.checkpoint import base_model, copy_weights, find_checkpoint
-from core.files.models import folder_of_model, load_exported, untrained
-from core.files.run_log import METRICS, read_records
-from core.loading import has_adapters, load_policy
-from core.memory import out_of_memory_as_one_line
-from core.policy import Policy
-from core.report.summary import num_updates
-from core.sampler import SamplingParams, TorchSampler, draw, params_of, to_completion
-from core.seeds import derive_seed
-from core.tasks import Task
-from environments.base import EVAL_SEEDS
 
 
 @dataclass
@@ -150,6 +123,9 @@ class Speaker:
     agent: Agent = field(init=False)
 
     def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.agent = Agent(self.collector.renderer, Rollout("", "", 0, 0))
 
     @property
@@ -159,32 +135,29 @@ class Speaker:
 
 def main(flags: Flags, cfg: Config) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
+    begin_run(RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)]))
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
         speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
-    task_numbers = itertools.count()
     if interactive:
-        decoding = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
-        _note(f"{decoding}, up to {cfg.max_tokens} tokens\n{COMMANDS}")
-        if cfg.model_id == "tiny":
-            _note(f"{OF_TINY}: try /task")
-    for number, line in enumerate(read_lines(interactive)):
-        text, seed = line.strip(), derive_seed(cfg.seed, number)
-        params = params_of(cfg, seed)
+        _note(COMMANDS)
+    if interactive and cfg.model_id == "tiny":
+        _note(OF_TINY)
+    task_numbers = itertools.count()
+    for number, line in enumerate(read_lines() if interactive else sys.stdin):
+        text, params = line.strip(), params_of(cfg, derive_seed(cfg.seed, number))
         try:
-            if text == "/quit":
-                break
-            elif text == "/reset":
-                speakers = [Speaker(speaker.label, speaker.collector) for speaker in speakers]
-                _note("the conversation is forgotten")
-            elif text == "/task":
+            if text == "/task":
                 task = held_out_task(cfg, next(task_numbers))
                 for speaker in speakers:
                     play(speaker, task, params)
-            elif text.startswith("/") and " " not in text:
-                _note(f"{text} is no command\n{COMMANDS}")
+            elif text == "/reset":
+                for speaker in speakers:
+                    speaker.reset()
             elif text:
                 for speaker in speakers:
-                    show_answer(speaker, text, params, labelled=interactive or len(speakers) > 1)
+                    if interactive or len(speakers) > 1:
+                        print(f"{speaker.label}: ", end="")
+                    show_answer(speaker, text, params)
         except (UsageError, Fault, KeyboardInterrupt) as error:
             if not interactive:
                 raise
@@ -192,35 +165,21 @@ def main(flags: Flags, cfg: Config) -> int:
     return 0
 
 
-def read_lines(interactive: bool) -> Iterator[str]:
-    """Yields the lines of stdin; in a terminal it asks for them, with arrow keys and a history."""
-    if not interactive:
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
-        yield from sys.stdin
-        return
+def read_lines() -> Iterator[str]:
+    """Asks for lines, with arrow keys and a history, until Ctrl-D or Ctrl-C."""
     with suppress(ImportError):
         import readline  # noqa: F401  (`input` uses it from then on)
-    while True:
-        try:
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
             yield input("you: ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            _note("\n/quit or Ctrl-D ends")
+    print()
 
 
 def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
     """The trained policy, or the model; with --before, the model before training comes first."""
     folder = Path(flags.policy)
     is_run = (folder / "config.yaml").exists()
-    try:
-        policy, source = load_trained(cfg, folder) if is_run else (_load(cfg, flags.policy), folder)
-    except UsageError as error:
-        if is_run or flags.policy.count("/") == 1:  # a Hub id
-            raise
-        raise UsageError(f"{error}; {known_runs()}") from None
+    policy, source = load_trained(cfg, folder) if is_run else (_load(cfg, flags.policy), folder)
     policies = {"trained" if is_run else "model": policy}
     _note(f"{source} · {policy.size()}")
     if flags.before:
@@ -297,9 +256,9 @@ def answer(
     return completion
 
 
-def show_answer(speaker: Speaker, question: str, params: SamplingParams, labelled: bool) -> None:
-    """Prints the answer while it is sampled; in a terminal, then its length and speed, too."""
-    started, shown = time.perf_counter(), ""
+def show_answer(speaker: Speaker, question: str, params: SamplingParams) -> None:
+    """Prints the answer while it is sampled."""
+    shown = ""
 
     def on_text(text: str) -> None:
         nonlocal shown
@@ -308,8 +267,6 @@ def show_answer(speaker: Speaker, question: str, params: SamplingParams, labelle
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    if labelled:
-        OUT.print(f"{speaker.label}: ", style=STYLES[speaker.label], end="")
     try:
         completion = answer(speaker, question, params, on_text)
     except BaseException:
@@ -317,10 +274,8 @@ def show_answer(speaker: Speaker, question: str, params: SamplingParams, labelle
         raise
     text = printable(completion.text)
     print(text[len(shown) :] if text.startswith(shown) else f"\n{text}")
-    if sys.stdin.isatty():
-        count = len(completion.token_ids)
-        cut = " · not finished" if completion.finish_reason == "length" else ""
-        _note(f"{count} tokens, {count / (time.perf_counter() - started):.0f}/s{cut}")
+    if completion.finish_reason == "length":
+        _note(f"cut off after --max-tokens {params.max_tokens}")
 
 
 def held_out_task(cfg: Config, number: int) -> Task:
@@ -331,22 +286,20 @@ def held_out_task(cfg: Config, number: int) -> Task:
 
 def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
     """Plays one episode apart from the conversation; prints its messages and rewards."""
-    with speaker.policy.adapters(), NOTES.status("playing"):
+    with speaker.policy.adapters():
         rollouts = speaker.collector.collect([task], TorchSampler(speaker.policy), params)
     for rollout in rollouts:
         agent = f", agent {rollout.agent}" if len(rollouts) > 1 else ""
         _note(f"held-out task of {task.env.short}, seed {task.seed}{agent}")
         for message in rollout.messages:
             role = speaker.label if message["role"] == "assistant" else message["role"]
-            OUT.print(Text(printable(f"{role}: "), STYLES.get(role, "bold")), end="")
-            print(printable(message["content"]))
+            print(printable(f"{role}: {message['content']}"))
         rewards = " ".join(f"{turn.reward:+g}" for turn in rollout.turns)
-        facts = [f"reward {rollout.episode_return:g}"]
-        facts += [f"turn by turn {rewards}"] if len(rollout.turns) > 1 else []
+        facts = [f"reward {rollout.episode_return:g} ({rewards})"]
         facts += [f"{key} {value}" for key, value in rollout.info.items()]
         facts += ["truncated"] if rollout.episode_truncated else []
         facts += [f"the environment failed: {rollout.error}"] if rollout.error else []
-        OUT.print(Text(printable(" · ".join(facts)), "bold"), soft_wrap=True)
+        print(printable(" · ".join(facts)))
 
 
 def _load(cfg: Config, model_id: str, value_head: bool = False) -> Policy:
@@ -360,4 +313,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(main, sys.argv[1:]))
+    sys.exit(execute(sys.argv[1:]))
