@@ -23,7 +23,6 @@ from pathlib import Path
 if __name__ == "__main__":
     from core.terminal import cli
 
-    cli.need_temporary_folder("scratch.py")  # torch cannot be imported without one
     cli.say_loading()
 
 import torch

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,10 +37,6 @@ def execute(
         interrupt.end_start()
     is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
-        try:
-            tempfile.gettempdir()  # without one torch cannot be imported
-        except OSError as error:
-            raise UsageError(f"{error.strerror}: set TMPDIR to a folder that is writable") from None
         code = main(parse(args))
         return code if is_first else 0
     except (UsageError, Fault, OSError) as error:
@@ -93,12 +88,6 @@ def say_loading() -> None:
     """Prints a line on stderr before the import of torch takes seconds, on the first rank only."""
     if "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0":
         print("loading torch ..", file=sys.stderr, flush=True)
-
-
-def need_temporary_folder(program: str) -> None:
-    """Exit with a line if no place for temporary files is writable; before `import torch`."""
-    if code := execute(lambda _: 0, [], lambda _: None, program, starting=True):
-        sys.exit(code)
 
 
 def use_expandable_segments() -> None:
