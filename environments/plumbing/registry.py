@@ -6,9 +6,9 @@ NAME is one of
     my_envs.games:Maze        a class, or a function that returns an environment, of a module
     my_envs/games.py:Maze     the same of a file
 
-Files are looked for in the current folder, modules on sys.path. The commands make a spec absolute
-where they read it, so a run can be resumed from another folder: a module that they find in the
-current folder becomes /that/folder/my_envs.games:Maze. `options.py` reads the options.
+Files are looked for in the current folder, modules there and on sys.path. The commands make the
+paths of files absolute where they read a spec, so a run can be resumed from another folder.
+`options.py` reads the options.
 
 The table maps each built-in name to "module:class". The module is imported when the environment is
 first used, so the libraries of the other environments are not loaded.
@@ -27,7 +27,6 @@ import os
 import re
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -38,7 +37,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from environments.base import Env, MultiAgentEnv, RunInfo, UsageError
-from environments.plumbing.options import convert, key_value_pairs, map_words, unquoted
+from environments.plumbing.options import convert, key_value_pairs, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
@@ -69,14 +68,11 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
 # Opponents that are no option of an environment (core/extras/opponents.py): older copies of the
 # policy, and folders
 OPPONENT = re.compile(r"older(:.*)?|[.~].*|.*[\\/].*")
-# module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options
-SOURCE = re.compile(
-    r"((?:[\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):[^\W\d]\w*)(?::(.*))?", re.DOTALL
-)
-# PLACE:name in an option, where a name may be one of gymnasium
-CODE = re.compile(r"(.+)(:[^\W\d][\w/-]*)", re.DOTALL)
-# A command of `remote` whose files are here, not in a container or on another machine
-OWN_PROGRAM = re.compile(r"[./~]|python|[A-Za-z]:[\\/]")
+# module:Class or FILE.py:Class, then the options
+SOURCE = re.compile(r"((?:[\w.-]+|[^=]*?\.py):[^\W\d]\w*)(?::(.*))?", re.DOTALL)
+FILE = re.compile(r"(.+?\.py)((?::.*)?)", re.DOTALL)  # FILE.py or FILE.py:name
+# Of an option: a text in quotes, or what stands between spaces, commas and brackets
+WORD = re.compile(r"""(?s)"[^"]*"|'[^']*'|[^\s,\[\]{}"']+""")
 HERE = str(Path(__file__).parent.parent)
 NOT_OWN = (  # code in which a user does not look for the cause of an error
     "<frozen", os.path.join(os.path.dirname(HERE), "core"),
@@ -85,8 +81,6 @@ NOT_OWN = (  # code in which a user does not look for the cause of an error
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
 OBJECTS: dict[str, Any] = {}  # what python:NAME means, such as the rows of a notebook
-FOLDERS = set[str]()  # of the user's files that were imported by their path
-IMPORTING = threading.RLock()  # held while a file is imported: no other thread may see half of it
 
 
 def register(name: str) -> Callable[[C], C]:
@@ -193,21 +187,26 @@ class EnvSpec:
         """Its name in titles and metrics: what `name=` says, or the text without the folders of
         absolute paths."""
         if self.name == "rewarded" and (name := self.options.get("name")):
-            return str(unquoted(name))
+            return unquoted(name)
         return str(self.with_paths(lambda path, key: short_path(path, 1 + (key == "opponent"))))
 
     def with_paths(self, change: Callable[[str, str], str]) -> "EnvSpec":
-        """The spec with `change` applied to what may be a path or PLACE:name, and its option."""
+        """The spec with `change(path, option)` in the place of each FILE.py in it, but for those of
+        `command=`, and of the whole of `data=` and `opponent=`."""
 
         def changed(key: str, text: str) -> str:
-            if (self.name, key) == ("remote", "env"):  # a spec
-                served = EnvSpec.read(text.replace(";", ",")).with_paths(change)
-                return str(served).replace(",", ";")
-            if (self.name, key) == ("remote", "command") and not OWN_PROGRAM.match(text):
-                return text
-            return map_words(text, lambda word: change(word, key))
+            if key in ("data", "opponent"):
+                return change(unquoted(text), key)
+            return text if key == "command" else WORD.sub(lambda word: in_word(word[0], key), text)
 
-        name = change(self.name, "") if ":" in self.name else self.name
+        def in_word(word: str, key: str) -> str:
+            if not (match := FILE.fullmatch(unquoted(word))):
+                return word
+            new = change(match[1], key) + match[2]
+            return f'"{new}"' if re.search(r"[\s,'\[\]{}]", new) else new
+
+        file = FILE.fullmatch(self.name)
+        name = change(file[1], "") + file[2] if file else self.name
         return EnvSpec(name, {key: changed(key, text) for key, text in self.options.items()})
 
     @property
@@ -301,9 +300,15 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
 
 
 def absolute(spec: str | EnvSpec) -> EnvSpec:
-    """A spec with absolute paths for the files, folders and modules in it that the current folder
-    has. Imports nothing. Raises UsageError as `EnvSpec.read`."""
-    return EnvSpec.read(spec).with_paths(lambda path, _: absolute_path(path))
+    """A spec with absolute paths for the files in it that the current folder has. Imports nothing.
+    Raises UsageError as `EnvSpec.read`."""
+
+    def found(path: str, key: str) -> str:
+        file = os.path.abspath(os.path.expanduser(path))
+        is_path = {".", "/", "\\"} & {*path}  # `data=math` is a name, whatever folder there is
+        return Path(file).as_posix() if is_path and os.path.exists(file) else path
+
+    return EnvSpec.read(spec).with_paths(found)
 
 
 def relative(text: str) -> str:
@@ -317,48 +322,22 @@ def short_names(specs: Iterable[str | EnvSpec]) -> str:
 
 
 def checksums(spec: EnvSpec) -> dict[str, str]:
-    """SHA-256 of the FILE.py of an absolute spec and of those of `reward=`, by their names."""
+    """SHA-256 of the files that an absolute spec names, code and data, by their names."""
     found: dict[str, str] = {}
 
-    def add(word: str) -> str:
-        place, _ = split_place(word)
-        if place.endswith(".py") and os.path.isfile(place):
-            name, content = os.path.basename(place), Path(place).read_bytes()
-            found[name] = found.get(name, "") + hashlib.sha256(content).hexdigest()
-        return word
+    def add(path: str, key: str) -> str:
+        if os.path.isfile(path):
+            found[os.path.basename(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        return path
 
-    add(spec.name)
-    map_words(spec.options.get("reward", ""), add)
+    spec.with_paths(add)
     return found
 
 
-def split_place(text: str) -> tuple[str, str]:
-    """FILE.py and :name of FILE.py:name, so too of a module; any other text, and ""."""
-    match = CODE.fullmatch(text)
-    return (match[1], match[2]) if match else (text, "")
-
-
-def absolute_path(text: str) -> str:
-    """A path or PLACE:name as other folders name it, if this one has it; else the text unchanged.
-
-    A text without a dot and a slash is no path.
-    """
-    place, name = split_place(text)
-    found = os.path.abspath(os.path.expanduser(place))
-    if name and not place.endswith(".py"):
-        head, module = os.path.split(found)
-        module = os.path.join(head, *module.split("."))
-        exists = os.path.isfile(f"{module}.py") or os.path.isfile(f"{module}/__init__.py")
-    else:
-        exists = bool({".", "/", "\\"} & {*place}) and os.path.exists(found)
-    return Path(found).as_posix() + name if exists else text
-
-
-def short_path(text: str, parts: int = 2) -> str:
-    """The last parts of an absolute path or PLACE:name; any other text unchanged."""
-    place, name = split_place(text)
-    is_absolute = re.match(r"(?:[A-Za-z]:)?[\\/]", place)
-    return "/".join(re.split(r"[\\/]", place)[-parts:]) + name if is_absolute else text
+def short_path(path: str, parts: int = 2) -> str:
+    """The last parts of an absolute path; any other text unchanged."""
+    is_absolute = re.match(r"(?:[A-Za-z]:)?[\\/]", path)
+    return "/".join(re.split(r"[\\/]", path)[-parts:]) if is_absolute else path
 
 
 def variables_of_python() -> dict[str, str]:
@@ -388,8 +367,8 @@ def meanings(specs: Iterable[str | EnvSpec]) -> dict[str, str]:
 
 
 def import_attribute(name: str) -> Any:
-    """Returns what FILE.py:NAME, module:NAME or FOLDER/module:NAME names, or python:NAME, which is
-    in OBJECTS. Raises UsageError."""
+    """Returns what FILE.py:NAME or module:NAME names, or python:NAME, which is in OBJECTS. Raises
+    UsageError."""
     source, _, attribute = name.rpartition(":")
     if source == "python":
         if attribute not in OBJECTS:
@@ -406,13 +385,14 @@ def import_attribute(name: str) -> Any:
 
 
 def import_source(source: str) -> ModuleType:
-    """Imports a module, FOLDER/module, or a file that ends in .py. Raises UsageError."""
+    """Imports a module, also of the current folder, or a file that ends in .py. Raises
+    UsageError."""
     try:
         if source.endswith(".py"):
             return import_file(find_file(source))
-        folder, _, name = source.rpartition("/")
-        _add_to_path(folder)
-        return importlib.import_module(name)
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        return importlib.import_module(source)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -426,16 +406,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not.
-
-    A line in the current folder, or beside a file that is imported by its path, comes before one of
-    a library that is installed elsewhere, such as an editable one.
-    """
+    """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not."""
     frames = [frame for e in (error, error.__cause__) if e
               for frame in traceback.extract_tb(e.__traceback__)]  # fmt: skip
-    others = [f for f in frames if not f.filename.startswith(NOT_OWN)]
-    folders = {str(Path.cwd()), *FOLDERS}
-    own = [f for f in others if folders & {*map(str, Path(f.filename).parents)}] or others
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_OWN)]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
@@ -447,41 +421,26 @@ def find_file(path: str) -> Path:
     raise UsageError(f"there is no file {path}{hint}")
 
 
-def _add_to_path(folder: str) -> None:
-    FOLDERS.add(folder)
-    if folder and folder not in sys.path:
-        sys.path.insert(0, folder)  # the modules of the same name elsewhere are other ones
-
-
-def _finds(file: Path) -> bool:
-    """Whether Python imports this file by its name alone."""
-    if "." in file.stem:
-        return False
-    if file.stem in sys.modules:
-        found = getattr(sys.modules[file.stem], "__file__", "")
-    else:
-        importlib.invalidate_caches()
-        found = getattr(importlib.util.find_spec(file.stem), "origin", "")
-    return bool(found and os.path.exists(found) and os.path.samefile(found, file))
-
-
 def import_file(file: Path) -> ModuleType:
-    """Imports a file once, though agents of several threads name it. It can import the other
-    modules of its folder.
+    """Imports a file once. It can import the other modules of its folder.
 
     Its module is called like the file, so that processes which it starts can import it, too, unless
     Python finds another module of that name.
     """
-    with IMPORTING:
-        _add_to_path(str(file.parent))
-        name = file.stem if _finds(file) else str(file).replace(".", "_")
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, file)
-            assert spec and spec.loader
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(sys.modules[name])
-            except BaseException:
-                del sys.modules[name]
-                raise
-        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))  # modules of the same name elsewhere are other ones
+    importlib.invalidate_caches()
+    name = file.stem
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or os.path.realpath(found.origin or "") != str(file):
+        name = str(file).replace(".", "_")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec and spec.loader
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
