@@ -2,11 +2,8 @@
 
 import logging
 import os
-from time import perf_counter
 
-STARTED = perf_counter()
-
-import environments.plumbing.installed  # noqa: E402, F401  (torch and others may be missing)
+import environments.plumbing.installed  # noqa: F401  (torch and others may be missing)
 
 # In an operation of torch each thread waits for the others in a loop before it sleeps. Beside busy
 # programs the loop takes the core that one of the others needs. A short loop saves a third there,

@@ -211,8 +211,6 @@ class EvaluationOptions:
     eval_every: Steps = 10
     # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
     eval_num_tasks: Count = 256
-    # Also sample this many answers per held-out task at --temperature (pass@1, pass@k); 0: none.
-    eval_samples: Annotated[Count, Needs("eval_num_tasks")] = 0
     # Export the model of the best evaluation, of equal ones the earliest, in place of the last one.
     keep_best: Annotated[bool, Needs("eval_num_tasks")] = False
 
@@ -382,7 +380,7 @@ def parse_template_options(text: str) -> dict[str, Any]:
     return {key: read_literal(value) for key, value in pairs.items()}
 
 
-def remarks(cfg: Config, num_ranks: int = 1) -> Iterator[str]:
+def remarks(cfg: Config) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
     yield describe_options(name_of(cfg.algo), cfg.options)
     if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps and not cfg.teacher:
@@ -518,15 +516,10 @@ def _range_problems(cfg: Config) -> Iterator[str]:
 
 
 def _task_problems(cfg: Config) -> Iterator[str]:
-    from core.tasks import difficulty_key  # imports numpy, which --help does not need
-
     for specs in (cfg.env, cfg.eval_env):
         texts = dict.fromkeys(map(str, specs))
         if len({spec.short for spec in specs}) < len(texts):
             yield f"{' '.join(texts)}: two environments have the same file name; rename one"
-    for name in ("train_difficulty", "curriculum"):
-        if is_set(cfg, name) and not any(map(difficulty_key, cfg.env)):
-            yield f"{flag(name)}: no environment of --env has a difficulty"
 
 
 def _url_problems(url: str, subject: str) -> Iterator[str]:

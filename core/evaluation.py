@@ -56,32 +56,18 @@ def of_answers(
     return found
 
 
-def lines_about(
-    counted: list[Rollout], found: dict[str, float], update: int, k: int, is_first: bool
-) -> list[str]:
+def lines_about(counted: list[Rollout], found: dict[str, float], update: int) -> list[str]:
     """What the metrics say, as text: of each environment, and with several agents of each agent.
 
-    `counted`: the rollouts that were `played`; `k`: --eval-samples.
+    `counted`: the rollouts that were `played`.
     """
-    lines, notes = [], []
-    for seat, own in metrics.by_seat(counted).items():
-        of = {name.removeprefix(f"eval/{seat}/"): value for name, value in found.items()}
+    lines = []
+    for seat in metrics.by_seat(counted):
         line = f"held-out accuracy at update {update}: {accuracy_of(seat, found)}  {seat}"
-        if never_right(seat, [found]):
-            line += f"  mean return {return_of(seat, found)}"
         lines.append(line)
-        episodes = len({rollout.seed for rollout in own})
-        if is_first and min(of["tasks"], of["openings"]) < episodes:
-            notes.append(f"{seat}: {episodes} episodes of {of['tasks']} different tasks, with "
-                         f"{of['openings']} different openings")  # fmt: skip
-        if "pass_at_k_left_out" in of:
-            notes.append(f"pass@{k} leaves out {of['pass_at_k_left_out']} tasks of {seat}: fewer "
-                         f"than {k} of their samples were played")  # fmt: skip
-        if "changed" in of:
-            notes.append(f"{seat}: {of['changed']} tasks begin otherwise than in the first "
-                         "evaluation, as after a change of the data: a p-value compares the others "
-                         "alone")  # fmt: skip
-    return lines + notes
+        if never_right(seat, [found]):
+            lines[-1] += f"  mean return {return_of(seat, found)}"
+    return lines
 
 
 def played(rollouts: list[Rollout]) -> list[Rollout]:
@@ -95,7 +81,8 @@ def comparisons(
     tasks: Sequence[Task],
     play_trivial: Callable[[list[Task]], list[Rollout]],
 ) -> dict[str, float]:
-    """The p-value against the first evaluation, and the accuracy of the trivial baseline.
+    """The p-value against the first evaluation, on the tasks that both have played, and the
+    accuracy of the trivial baseline.
 
     For each environment. `progress` keeps the first evaluation and the baseline, which is always
     the same; it is left out for an environment that has none.
@@ -107,18 +94,17 @@ def comparisons(
         own = [rollout for rollout in counted if rollout.env == env]
         if not own:
             continue
-        now = {f"{r.seed} {r.agent}": metrics.is_correct(r) for r in own}
+        keys = {id(r): key_of(r, is_program(spec)) for r in own}
+        now = {keys[id(r)]: metrics.is_correct(r) for r in own}
         first = progress.setdefault("first_correct", {}).setdefault(env, now)
-        # in games other agents have a part in how an episode begins; programs may show the time
-        alone = [] if is_program(spec) else [r for r in own if r.agent == PLAYER]
-        begins = {f"{r.seed} {r.agent}": opening_checksum(r) for r in alone}
-        begun = progress.setdefault("first_openings", {}).setdefault(env, begins)
-        changed = {key for key in begins if begun.get(key, begins[key]) != begins[key]}
-        if changed:
-            results[f"eval/{env}/changed"] = len(changed)
-        first = {key: correct for key, correct in first.items() if key not in changed}
-        for seat, episodes in metrics.by_seat(own).items() if first else ():  # nothing to compare
-            results[f"eval/{seat}/p_value"] = p_value(episodes, first, distinct)
+        for seat, episodes in metrics.by_seat(own).items():
+            both = [r for r in episodes if keys[id(r)] in first]
+            before = metrics.task_means(both, distinct, lambda r, f=first, k=keys: f[k[id(r)]])
+            after = metrics.task_means(both, distinct, metrics.is_correct)
+            changes = [after[task] - before[task] for task in before]
+            if both:
+                lost, won = sum(c < 0 for c in changes), sum(c > 0 for c in changes)
+                results[f"eval/{seat}/p_value"] = metrics.mcnemar(lost, won)
         if env not in trivial:
             mine = [t for t in tasks if t.env.short == env and (env, t.seed) in distinct]
             trivial[env] = trivial_accuracy(mine, distinct, play_trivial)
@@ -127,41 +113,15 @@ def comparisons(
     return results
 
 
-def forget_edited(files: list[tuple[str, dict[str, str]]], progress: dict[str, Any]) -> str:
-    """Which files of the environments were edited since the checkpoint, as text; "": none.
-
-    `files`: the short name of each environment, and the checksums of its files, which `progress`
-    keeps. Environments with edited files are not compared with their first evaluation any more.
-    """
-    now = {name: checksum for _, own in files for name, checksum in own.items()}
-    before = progress.get("files", now)
-    edited = [name for name in now if before.get(name, now[name]) != now[name]]
-    progress["files"] = now
-    for env in [env for env, own in files if own.keys() & {*edited}]:
-        progress.setdefault("first_correct", {})[env] = {}
-        progress.setdefault("trivial", {}).pop(env, None)
-    if not edited:
-        return ""
-    return (f"{', '.join(edited)} changed since update {progress['update']}: numbers before and "
-            "after are of different rewards or tasks, and no p-value compares them")  # fmt: skip
-
-
-def opening_checksum(rollout: Rollout) -> int:
-    """Of the messages with which the environment opened the episode."""
+def key_of(rollout: Rollout, shows_time: bool) -> str:
+    """Names the task and the agent of a rollout. If data has changed, a task begins with other
+    messages, and is another one; but in games other agents have a part in how an episode begins,
+    and programs may show the time."""
+    key = f"{rollout.seed} {rollout.agent}"
+    if rollout.agent != PLAYER or shows_time:
+        return key
     opening = itertools.takewhile(lambda m: m["role"] != "assistant", rollout.messages)
-    return zlib.crc32(json.dumps([*opening], sort_keys=True).encode())
-
-
-def p_value(rollouts: list[Rollout], first: dict[str, bool], distinct: Tasks) -> float:
-    """McNemar's p-value against the first evaluation, on the tasks that both have played.
-
-    `first`: whether the episode of "<seed> <agent>" was correct then.
-    """
-    both = [r for r in rollouts if f"{r.seed} {r.agent}" in first]
-    before = metrics.task_means(both, distinct, lambda r: first[f"{r.seed} {r.agent}"])
-    after = metrics.task_means(both, distinct, metrics.is_correct)
-    changes = [after[task] - before[task] for task in before]
-    return metrics.mcnemar(lost=sum(c < 0 for c in changes), won=sum(c > 0 for c in changes))
+    return f"{key} {zlib.crc32(json.dumps([*opening], sort_keys=True).encode())}"
 
 
 def trivial_accuracy(

@@ -96,11 +96,8 @@ class UpdateStats:
         self.of_last_step = {name: sums.pop(name) for name in OF_LAST_STEP if name in sums}
         surprise, varentropy = sums.pop("surprise", 0.0), sums.pop("varentropy", 0.0)
         if not self.num_steps:
-            self.surprise, self.varentropy, self.scored = (
-                surprise,
-                varentropy,
-                sums.get("tokens", 0.0),
-            )
+            self.surprise, self.varentropy = surprise, varentropy
+            self.scored = sums.get("tokens", 0.0)
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
@@ -129,7 +126,8 @@ class UpdateStats:
         if "old_values" in batch:
             # the rewards that followed each token: with λ = 1 and without values
             without = Tokens(**batch.vectors() | {"old_values": torch.zeros(len(batch))})
-            metrics |= explained_variance(gae(without, 1.0), batch.old_values)
+            explained = explained_variance(gae(without, 1.0), batch.old_values)
+            metrics["value/explained_variance"] = explained
         return metrics | batch.numbers_to_log
 
 
@@ -155,10 +153,6 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
-    compared = [r for r in rollouts if len(groups[r.group_id]) > 1]
-    others = [statistics.fmean(o.episode_return for o in groups[r.group_id] if o is not r)
-              for r in compared]  # fmt: skip
-    targets = [r.episode_return for r in compared]
     alive = groups_with_spread(cfg, rollouts)
     # what another agent does before the first turn may differ within a group
     alone = {rollout.agent for rollout in rollouts} == {PLAYER}
@@ -175,16 +169,12 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         "groups/all_right": statistics.fmean(map(all, correct)),
         "groups/all_wrong": statistics.fmean(not any(group) for group in correct),
         "length/mean": statistics.fmean(lengths),
-        "length/max": max(lengths),
         "length/hit_token_limit": statistics.fmean(t.finish_reason == "length" for t in turns),
         "episodes/turns": len(turns) / len(rollouts),
         "episodes/truncated": statistics.fmean(r.episode_truncated for r in rollouts),
         "episodes/failed": 1 - (played + unjudged) / (played + unjudged + failed),
         **({"episodes/no_reward": unjudged / (played + unjudged + failed)} if unjudged else {}),
         "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
-        # how well the other rollouts of a group predict a return; PPO replaces it by that of its
-        # value head (UpdateStats.means)
-        **explained_variance(*torch.tensor([targets, others], dtype=torch.float64)),
         **_info_means(rollouts),
     }
 
@@ -271,12 +261,10 @@ def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
             f"eval/{env}/tasks": len(correct),
             f"eval/{env}/openings": len(openings),
         }
-        if any("lenient" in r.info for r in episodes):
-            lenient = task_means(episodes, tasks, lambda r: bool(r.info.get("lenient")))
-            metrics[f"eval/{env}/lenient"] = statistics.fmean(lenient.values())
-        if any("tool_calls" in r.info for r in episodes):
-            called = task_means(episodes, tasks, lambda r: r.info.get("tool_calls", 0) > 0)
-            metrics[f"eval/{env}/called"] = statistics.fmean(called.values())
+        for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
+            if any(key in r.info for r in episodes):
+                has = task_means(episodes, tasks, lambda r, key=key: bool(r.info.get(key)))
+                metrics[f"eval/{env}/{name}"] = statistics.fmean(has.values())
     return metrics
 
 
@@ -285,50 +273,12 @@ def is_correct(rollout: Rollout) -> bool:
     return bool(rollout.info.get("correct"))
 
 
-def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str, float]:
-    """The fraction of correct samples, and the probability that one of k is; means over tasks.
-
-        pass@k = 1 - C(n - c, k) / C(n, k)    n samples of a task, c of them correct
-
-    This estimate is unbiased for n >= k (arXiv:2107.03374). Tasks of which samples were lost, so
-    that n < k, are left out of pass@k and counted. `greedy`: the evaluation that says what the
-    tasks are. With several agents each agent has samples of its own.
-    """
-    metrics: dict[str, float] = {}
-    tasks = distinct_tasks(greedy)
-    sampled_by = by_seat([r for r in sampled if (r.env, r.seed) in tasks])
-    for env, episodes in by_seat(greedy).items():
-        samples: dict[Hashable, list[bool]]
-        samples = {(tasks[r.env, r.seed], r.agent): [] for r in episodes}
-        for r in sampled_by.get(env, []):
-            samples.setdefault((tasks[r.env, r.seed], r.agent), []).append(is_correct(r))
-        some = [statistics.fmean(column) for column in samples.values() if column]
-        any_of_k = [
-            1 - math.comb(len(column) - sum(column), k) / math.comb(len(column), k)
-            for column in samples.values()
-            if len(column) >= k
-        ]
-        found = {
-            "pass_at_1": statistics.fmean(some) if some else None,
-            "pass_at_k": statistics.fmean(any_of_k) if any_of_k else None,
-            "pass_at_k_left_out": len(samples) - len(any_of_k) or None,
-        }
-        metrics |= {f"eval/{env}/{name}": x for name, x in found.items() if x is not None}
-    return metrics
-
-
-def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
-    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
-
-    Below 0 the values are worse than a constant: for pure noise, the mean of the other G - 1
-    rollouts of a group has -1 / (G - 1). Empty for fewer than two targets, 0 if all are equal.
-    """
-    if len(targets) < 2:
-        return {}
+def explained_variance(targets: Tensor, values: Tensor) -> float:
+    """1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant, below 0 for
+    worse ones; 0 if all targets are equal."""
     errors = targets.double() - values.double()
     unexplained, spread = (minus(x, x.mean()).square().sum() for x in (errors, targets.double()))
-    explained = 1 - (unexplained / spread).item() if spread else 0.0
-    return {"baseline/explained_variance": explained}
+    return 1 - (unexplained / spread).item() if spread else 0.0
 
 
 def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from core import distributed
+from core.config import Config
+from core.faults import UsageError
 from core.policy import Policy
 
 FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of float16; steps
@@ -224,3 +226,15 @@ def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0, **options: 
         group["initial_lr"] = group["lr"]
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
     return MasterAdamW(groups, loss_scale, weight_decay=0.0, **options)
+
+
+def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
+    """The optimizer of a run, with the learning rates of RL.
+
+    Raises UsageError if it does not suit the device.
+    """
+    if cfg.optimizer == "adamw8bit" and policy.device.type == "mps":
+        raise UsageError("--optimizer adamw8bit: bitsandbytes has no 8-bit step for MPS; add "
+                         "--device cpu")  # fmt: skip
+    make_adamw = adamw_8bit if cfg.optimizer == "adamw8bit" else fused_adamw
+    return make_optimizer(policy, cfg.lr, cfg.options.value_lr, make_adamw=make_adamw)

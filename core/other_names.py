@@ -59,7 +59,6 @@ OTHER_NAMES = {
     "vllm_max_model_length": "--max-model-len",
     "deepspeed fsdp": "one GPU holds the model",
     "eval_strategy eval_steps test_freq": "--eval-every",
-    "num_generations_eval": "--eval-samples",
     "save_strategy save_steps save_freq": "--save-every",
     "load_best_model_at_end": "--keep-best",
     "resume_from_checkpoint": "--resume",

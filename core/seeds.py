@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 # purposes
-TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION = range(1, 6)
+TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES = range(1, 5)
 OTHER_AGENTS = 7
 
 

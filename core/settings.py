@@ -36,7 +36,7 @@ MAX_NAMES = 10  # of runs that a message lists
 HELP = "python train.py --help has all"
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 # Settings that config.yaml of an older run may name; they are left out
-REMOVED = """adapter_folder fp32_head lora_alpha microscope min_p offload_optimizer
+REMOVED = """adapter_folder eval_samples fp32_head lora_alpha microscope min_p offload_optimizer
     overlong_buffer patience shard_optimizer stop_on template_date""".split()
 
 

@@ -11,11 +11,18 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
+from core.config import Config, flag
 from core.faults import UsageError
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from environments import rewarded
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi
-from environments.plumbing.registry import Constructor, EnvSpec, describe_error, make
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, RunInfo, as_multi
+from environments.plumbing.registry import (
+    Constructor,
+    EnvSpec,
+    begin_run,
+    describe_error,
+    make,
+)
 from environments.plumbing.tools import schemas
 
 # options that make a task harder
@@ -33,6 +40,23 @@ class Task:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "env", EnvSpec.read(self.env))  # of a text, too
+
+
+def begin(cfg: Config) -> RunInfo:
+    """Tells the environments about a run, before any other use: which rows of data are held out.
+
+    Raises UsageError for unknown environments, and for settings that do not suit these.
+    """
+    train_envs, eval_envs = ([*map(str, envs)] for envs in (cfg.env, cfg.eval_env or cfg.env))
+    info = RunInfo(train_envs, eval_envs, cfg.num_updates, 0, cfg.num_prompts, cfg.seed)
+    begin_run(info)
+    for name in ("train_difficulty", "curriculum"):
+        if getattr(cfg, name) and not any(map(difficulty_key, cfg.env)):
+            raise UsageError(f"{flag(name)}: no environment of --env has a difficulty")
+    held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+    if cfg.sft_steps:
+        check_demonstrations(training_envs(cfg.env, cfg.train_difficulty))
+    return info
 
 
 def train_tasks(
@@ -156,6 +180,11 @@ def check_demonstrations(envs: Sequence[EnvSpec]) -> None:
 def difficulty_key(spec: EnvSpec) -> str | None:
     """The option that makes the environment harder, if it has one."""
     return next((key for key in DIFFICULTIES if spec.accepts(key)), None)
+
+
+def is_raw(spec: EnvSpec) -> bool:
+    """Whether the prompts of an environment are taken as they are."""
+    return spec.name == "rewarded" and bool(spec.values["raw"])
 
 
 def has_tools(spec: EnvSpec) -> bool:

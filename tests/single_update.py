@@ -12,7 +12,7 @@ import train
 from core.algorithm import load_algorithm
 from core.files import checkpoint
 from core.loop.ahead import Ahead
-from core.loop.open import _read_out, prepare
+from core.loop.open import prepare
 from core.loop.run import Run
 from core.metrics import UpdateStats
 from core.optimizer import make_optimizer
@@ -42,9 +42,8 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         yield OneUpdate(
             cfg, info, algorithm, policy, optimizer, collector=None, sampler=sampler,
             evaluator=evaluator,
-            outputs=SimpleNamespace(folder=None), display=None, interrupt=None,
+            outputs=SimpleNamespace(folder=None), interrupt=None,
             ahead=Ahead(None), progress=checkpoint.START | {"update": update - 1},
-            read_out=_read_out(cfg, algorithm),
         )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)

@@ -11,7 +11,6 @@ from torch import nn
 
 from core.config import Config
 from core.faults import UsageError
-from core.loop.open import optimizer_for
 from core.optimizer import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
@@ -20,6 +19,7 @@ from core.optimizer import (
     adamw_8bit,
     fused_adamw,
     make_optimizer,
+    optimizer_for,
 )
 
 LR = 1e-6

@@ -23,7 +23,6 @@ from environments.plumbing.registry import (
     ENVIRONMENTS,
     EnvSpec,
     absolute,
-    checksums,
     import_attribute,
     make,
     register,
@@ -224,27 +223,6 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     assert code == 0, err
 
 
-def test_a_resume_says_that_a_file_was_edited_and_compares_no_more(place, command):
-    Path("rows.jsonl").touch()
-    spec = absolute("rewarded:data=rows.jsonl,reward=games.py:a games.py:b")
-    assert checksums(spec).keys() == {"rows.jsonl", "games.py"}
-    assert checksums(absolute("snake:size=4")) == {}
-    code, _, err = command("--env", "games.py:Maze", *SMALL, "--eval-every", 1, "--run-name", "a")
-    assert code == 0, err
-    said = []
-    for update in (2, 3):
-        if update == 2:
-            (place / "games.py").write_text(f"{GAMES}# edited\n")
-        code, out, err = command("--resume", "a", "--num-updates", str(update))
-        assert code == 0, err
-        said.append(f"games.py changed since update {update - 1}" in out)
-    assert said == [True, False]
-    records = read_records(place / "runs/a/metrics.jsonl")
-    compared = [any("p_value" in key for key in record) for record in records]
-    noted = ["changed_code" in record.get("warnings", {}) for record in records]
-    assert compared == [True, True, False, False] and noted == [False, False, True, False]
-
-
 def test_a_space_in_place_of_the_colon_is_one_line_that_says_what_to_write(command):
     for name in ("--env", "--eval-env"):
         code, out, err = command(name, "snake", "letter_counting:difficulty=2", "words=a")
@@ -361,22 +339,6 @@ def test_a_class_is_told_once_of_its_run_and_reads_how_far_that_is(place):
     [[info, *seen]] = told
     assert [*info.train_envs] == [*info.eval_envs] == ["Rows"] and info.num_updates == 2
     assert [*dict.fromkeys(seen)] == [0, 1, 2] and seen == sorted(seen)
-
-
-def test_two_runs_in_one_process_come_one_after_the_other(place, capsys):
-    """Both would set the process's random states; a run inside another one stands for a thread."""
-    codes = []
-
-    class Inner(Turns):
-        def reset(self, seed):
-            if not codes:
-                codes.append(0)
-                codes.append(train.run(settings(run_name="inner")))
-            return super().reset(seed)
-
-    assert train.run(settings(run_name="outer"), env=Inner) == 0 and codes == [0, 2]
-    assert "another run of this process goes on" in capsys.readouterr().err
-    assert train.run(settings(run_name="inner")) == 0
 
 
 ROWS = [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(20)]

@@ -14,8 +14,8 @@ from conftest import SMALL
 
 from core import settings
 from core.faults import UsageError
+from core.files import run_folder
 from core.files.run_folder import create_run, lock_run, new_folder
-from core.loop import open as opening
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}
@@ -113,7 +113,7 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
     flags = f"--run-name a --model-id {folder} --template-options brief=true".split()
     for day, started in ((9, [*SMALL, *flags]), (10, ["--resume", "runs/a", "--num-updates", 2])):
         monkeypatch.setattr(
-            opening, "date", SimpleNamespace(today=lambda day=day: date(2025, 3, day))
+            run_folder, "date", SimpleNamespace(today=lambda day=day: date(2025, 3, day))
         )
         code, _, stderr = command(*started)
         assert code == 0, stderr

@@ -5,13 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.config import SMOLLM2, TINY, Config
+from core import distributed
+from core.config import SMOLLM2, TINY, Config, needs
 from core.files.atomic import published
 from core.files.checkpoint import ADAPTERS, STATE, base_model
 from core.loading import load_policy
 from core.policy import Policy
 from core.settings import read_settings
+from core.tasks import is_raw
 from core.tiny import PRETRAINED, write_tiny
+
+
+def load_run_policy(cfg: Config, folder: Path, has_trained: bool) -> Policy:
+    """The policy of the run in `folder`, with the weights from before RL."""
+    # with --sampler openai the server has the model; tiny's tokenizer counts the tokens here
+    model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
+    return distributed.rank_0_first(lambda: load_policy(
+        cfg, folder_of_model(model_id, folder / "base", cfg.seed, has_trained),
+        value_head="value_head" in needs(cfg), plain=all(map(is_raw, (*cfg.env, *cfg.eval_env))),
+    ))  # fmt: skip
 
 
 def load_exported(cfg: Config, folder: Path, flag: str) -> Policy:

@@ -13,17 +13,49 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import filelock
 import yaml
 
-from core.config import MAX_NAME_BYTES
+from core import distributed
+from core.algorithm import name_of
+from core.chat_template import TODAY
+from core.config import MAX_NAME_BYTES, RUNS, SMOLLM2, TINY, Config, parse_template_options
 from core.faults import DISK_ERRORS, CannotWrite, UsageError
 from core.files.atomic import PART, published, remove
-from core.settings import read_config
+from core.settings import config_to_dict, read_config
 from environments.plumbing.registry import EnvSpec
+
+
+def begin(cfg: Config) -> tuple[Config, Path, bool]:
+    """Creates the folder of a new run, or finds that of another; returns its settings, the folder,
+    and whether it is new.
+
+    A chat template may show a date: that of the run's start, which a run that is resumed, or that
+    torchrun restarts, keeps. Raises UsageError for a name that is taken.
+    """
+    if not cfg.run_name and not cfg.resume and distributed.may_restart():
+        raise UsageError("torchrun --max-restarts needs a --run-name, to find the run to resume")
+    folder = Path(cfg.resume) if cfg.resume else RUNS / cfg.run_name
+    restarted = bool(cfg.run_name) and distributed.is_restarted() and folder.exists()
+    is_new = not cfg.resume and not restarted
+    named = TODAY in parse_template_options(cfg.template_options)
+    if not named and cfg.model_id not in (*TINY, SMOLLM2) and cfg.sampler != "openai":
+        options = f"{TODAY}={date.today().isoformat()}"
+        options = ",".join(filter(None, [cfg.template_options, options]))
+        if not is_new:
+            options = read_config(folder / "config.yaml").template_options
+        cfg = replace(cfg, template_options=options)
+    if is_new:
+        names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
+        stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"[:MAX_NAME_BYTES]
+        folder = new_folder(RUNS, cfg.run_name, stem)
+        folder = create_run(folder, config_to_dict(cfg), take_next=not cfg.run_name)
+    return cfg, folder, is_new
 
 
 def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:

@@ -11,13 +11,11 @@ from typing import Any
 from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
-from core.files.run_log import RunLog
-from core.metrics import by_seat, opening_of, pass_at_k
-from core.sampler import Sampler, SamplingParams, params_of
-from core.seeds import EVALUATION, derive_seed
+from core.loop.outputs import Outputs
+from core.metrics import by_seat, opening_of
+from core.sampler import Sampler, SamplingParams
 from core.selection import drop_failed
 from core.tasks import Task, eval_tasks, held_out_envs
-from core.terminal.console import Display
 from core.terminal.interrupt import Interrupt
 from core.types import Rollout
 
@@ -31,14 +29,13 @@ class Evaluator:
     cfg: Config
     collector: RolloutCollector
     sampler: Sampler
-    run_log: RunLog
-    display: Display
+    outputs: Outputs
     interrupt: Interrupt
     progress: dict[str, Any]
 
     def evaluate(self, update: int) -> dict[str, float]:
         """The metrics of one greedy rollout for each held-out task."""
-        cfg, say = self.cfg, self.display.say
+        cfg, outputs = self.cfg, self.outputs
         if cfg.eval_num_tasks == 0:
             return {}
         started = perf_counter()
@@ -52,8 +49,8 @@ class Evaluator:
             for rollout in [r for r in rollouts if r.env == env][:LOGGED_ROLLOUTS]
         ]
         on_server = cfg.sampler == "openai"
-        self.run_log.log_rollouts("eval", update, rollouts if on_server else logged)
-        drop_failed(rollouts, say)  # warns; raises if over half failed
+        outputs.run_log.log_rollouts("eval", update, rollouts if on_server else logged)
+        drop_failed(rollouts, outputs.say)  # warns; raises if over half failed
         results, counted = evaluation.accuracy_metrics(rollouts), evaluation.played(rollouts)
         results |= evaluation.of_answers(self.progress, rollouts, envs, cfg.eval_num_tasks)
         openings = {hash(opening_of(rollout)) for rollout in rollouts}
@@ -64,16 +61,10 @@ class Evaluator:
             begun = [hash(opening_of(rollout)) for rollout in own]
             if seen := [opening in known for opening in begun if opening in followed]:
                 results[f"eval/{env}/seen"] = sum(seen) / len(seen)
-        if cfg.eval_samples:
-            seed = derive_seed(cfg.seed, EVALUATION)  # the same in every evaluation
-            params = params_of(cfg, seed)
-            sampled = self._play([t for t in held_out for _ in range(cfg.eval_samples)], params)
-            results |= pass_at_k(counted, evaluation.played(sampled), cfg.eval_samples)
-        is_first = "first_correct" not in self.progress
         play_trivial = partial(self.collector.demonstrate, trivial=True)
         results |= evaluation.comparisons(self.progress, counted, held_out, play_trivial)
-        for line in evaluation.lines_about(counted, results, update, cfg.eval_samples, is_first):
-            say(line)
+        for line in evaluation.lines_about(counted, results, update):
+            outputs.say(line)
         return results | {"time/eval_s": perf_counter() - started}
 
     def note_trained(self, rollouts: list[Rollout]) -> None:
@@ -86,7 +77,7 @@ class Evaluator:
     def _play(self, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
         """One rollout per task and agent."""
         with (
-            self.display.phase("evaluation", params.max_tokens) as phase,
+            self.outputs.display.phase("evaluation", params.max_tokens) as phase,
             self.sampler,
         ):
 

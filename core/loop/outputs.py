@@ -1,20 +1,28 @@
-"""What a run writes into its folder while it goes on: records, checkpoints and pages."""
+"""What a run shows, and writes into its folder: lines, records, checkpoints, pages, the model."""
 
+import shutil
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from core import distributed
+from core.algorithm import FOLDER, Algorithm, title_of
 from core.config import Config
 from core.files import checkpoint, run_folder
-from core.files.run_log import RunLog
+from core.files.run_log import METRICS, RunLog, read_records, rewind
+from core.loop import best
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 from core.report import write_pages
-from core.settings import config_to_dict
+from core.report.doctor import final_lines
+from core.results import Record
+from core.settings import changed_settings, config_to_dict
 from core.terminal.console import Display
+from environments.plumbing.registry import meanings, short_names
 
 MAX_TIME = 0.015  # fraction of a run's time that report.html may take, and the others, too
 PAGES = {"report.html": ["report.html"], "curves.png": ["README.md", "curves.png"]}
@@ -35,6 +43,14 @@ class Outputs:
     page_seconds: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in PAGES}
     )
+
+    def say(self, line: str) -> None:
+        """Prints a line that stays on the screen."""
+        self.display.say(line)
+
+    def records(self) -> list[Record]:
+        """The records so far."""
+        return read_records(self.run_log.folder / METRICS)
 
     def save(
         self, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any],
@@ -62,8 +78,27 @@ class Outputs:
             is_first = page == "report.html" and not seconds and not (self.folder / page).exists()
             if is_first or expected < MAX_TIME * (started - self.opened_at):
                 for line in write_pages(self.folder, config_to_dict(self.cfg), names):
-                    self.display.say(line)
+                    self.say(line)
                 seconds.append(perf_counter() - started)
+
+    def finish(self, policy: Policy, progress: dict[str, Any], is_complete: bool) -> None:
+        """Writes all pages and, of a run that `is_complete`, the model; says what the run shows."""
+        if distributed.rank() > 0:
+            return
+        settings = config_to_dict(self.cfg)
+        for line in write_pages(self.folder, settings):
+            self.say(line)
+        if not is_complete:
+            return
+        if self.cfg.keep_best and best.export(self.folder):
+            self.say(f"model/ is that of update {progress['best'][0]}, the best evaluation. The "
+                     "best of many is flattered: evaluate it on other tasks")  # fmt: skip
+        elif self.cfg.sampler != "openai":
+            latest = checkpoint.folder_of(self.folder, progress)
+            same = latest if self.saved == latest else None  # of the same weights
+            checkpoint.export_model(self.folder, policy, same)
+        for line in final_lines(self.folder, settings):
+            self.say(line)
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
@@ -71,3 +106,31 @@ class Outputs:
         if any(env.only_in_python for env in self.cfg.env):
             return run_folder.again(self.cfg.env, *flags)
         return run_folder.train_command(*flags)
+
+
+@contextmanager
+def open_outputs(
+    cfg: Config, algorithm: Algorithm, policy: Policy, folder: Path, log_dir: Path,
+    progress: dict[str, Any], new: bool,
+) -> Iterator[Outputs]:  # fmt: skip
+    """The outputs, open. Drops the records after the checkpoint, writes config.yaml, keeps a copy
+    of the algorithm's file, and says which settings a resume has changed."""
+    distributed.broadcast_from_rank_0(lambda: rewind(log_dir, progress))
+    changed = {} if new or log_dir != folder else changed_settings(cfg, folder)
+    settings = config_to_dict(cfg)
+    run_folder.write_config(log_dir, settings)
+    if FOLDER not in algorithm.file.parents:  # a file of the user's
+        with suppress(shutil.SameFileError):
+            shutil.copy(algorithm.file, log_dir)
+    quiet = log_dir != folder
+    algo = title_of(cfg.algo, algorithm.variant or cfg.options.loss_type)
+    ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
+    title = f"picoRL · {algo} · {short_names(cfg.env)} · {policy.size()}{ranks}"
+    updates = 0 if cfg.max_sampled_tokens else cfg.num_updates
+    with (
+        RunLog(log_dir, settings, "none" if quiet else cfg.track) as log,
+        Display(title, None, quiet, meanings(cfg.env), updates) as display,
+    ):
+        if changes := ", ".join(f"{name} {old} -> {now}" for name, (old, now) in changed.items()):
+            display.say(f"changed at this resume: {changes}")
+        yield Outputs(cfg, folder, log, display)

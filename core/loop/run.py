@@ -3,21 +3,22 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
-from algorithms.kl import weighted_kl
-from core import diagnostics, distributed, probes, scoring
+from algorithms import kl
+from core import diagnostics, distributed, feedback, memory, probes, scoring
 from core.algorithm import Algorithm
 from core.batching import Batch
 from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
-from core.files import run_log
+from core.faults import EpisodesFailed, NoServer, Stopped
 from core.loop import best
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
@@ -48,29 +49,42 @@ class Run:
     sampler: Sampler
     evaluator: Evaluator
     outputs: Outputs
-    display: Display
     interrupt: Interrupt
     ahead: Ahead
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     history: list[dict[str, Any]] = field(default_factory=list)  # the records
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
-    notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
-    start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
     teacher: Policy | None = None  # of --teacher
     reference: Policy | None = None  # of --kl-coef
-    read_out: Callable[..., dict[str, Tensor]] = scoring.read_out  # or the algorithm's
-    weighted_kl: Callable[..., Tensor] = weighted_kl  # or that of scratch.py
     # before an update, as the policy has other weights while --staleness samples
     save_copy: Callable[[], None] = lambda: None
     next_level: int = 0  # of the next update's tasks, as `play` says
     canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
     stopped: bool = False  # ended before the last update
+    stopped_by: str = ""  # the line about a signal that ended it
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
     first_update: int = field(init=False)  # of this process
 
     def __post_init__(self) -> None:
         self.first_update = max(1, self.next_update)
+
+    @property
+    def display(self) -> Display:
+        """Lines and bars."""
+        return self.outputs.display
+
+    @property
+    def weighted_kl(self) -> Callable[..., Tensor]:
+        """That of algorithms/kl.py, or of scratch.py."""
+        return self.algorithm.weighted_kl or kl.weighted_kl
+
+    @cached_property
+    def read_out(self) -> Callable[..., dict[str, Tensor]]:
+        """What is read out of the hidden states of a micro-batch, for `compute_loss`."""
+        if "feedback" in needs(self.cfg):
+            return partial(feedback.read_out, self.cfg.options.divergence)
+        return self.algorithm.read_out or scoring.read_out
 
     @property
     def next_update(self) -> int:
@@ -107,7 +121,7 @@ class Run:
         if self.next_update == 0:
             if self.cfg.sft_steps:
                 self.save()
-                self.history = run_log.read_records(self.outputs.folder / run_log.METRICS)
+                self.history = self.outputs.records()
             self.save_copy()
             found = probes.of_demonstrations(self.cfg, self.collector)
             found |= self.evaluator.evaluate(0)
@@ -170,7 +184,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
-        self.display.say(line)
+        self.outputs.say(line)
 
     def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
         """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
@@ -178,8 +192,7 @@ class Run:
         Returns whether the run has to stop, because MAX_SKIPPED updates in a row had no finite
         gradient.
         """
-        record = {"update": update, **metrics, **self.start_seconds}
-        self.start_seconds = {}
+        record = {"update": update, **metrics}
         if update > 0:
             record["groups/level"] = self.progress["level"]
             drawn = {(rollout.env, rollout.seed) for rollout in rollouts}
@@ -200,8 +213,8 @@ class Run:
         )
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
-        if warnings or self.notes:
-            record["warnings"], self.notes = warnings | self.notes, {}
+        if warnings:
+            record["warnings"] = warnings
         self.outputs.run_log.log(record)
         if update < self.cfg.num_updates and (update == 0 or evaluates(update, cfg.eval_every)):
             self.outputs.write_pages()  # after the last update `open_run` does
@@ -225,6 +238,32 @@ class Run:
                      "The last checkpoint is from before; "
                      f"try a lower --lr than {self.cfg.lr:g}")  # fmt: skip
         return too_many
+
+    @contextmanager
+    def saved_when_ended(self) -> Iterator[None]:
+        """Saves the run where a signal, a server or failing environments end it inside."""
+        resume = self.outputs.resume_command()
+        try:
+            with memory.out_of_memory_as_one_line(self.command_with_less_memory):
+                yield
+        except Stopped:
+            saved = self.cfg.sampler != "openai" and self.save()
+            what = " and saved; resume" if saved else "; resume from the last checkpoint"
+            self.stopped_by = f"stopped{what} with: {resume}"
+        except (EpisodesFailed, NoServer) as error:
+            failed = isinstance(error, EpisodesFailed)
+            if self.is_sampling and (failed or distributed.num_ranks() == 1):
+                self.save()
+            elif failed:  # the weights are of an update that is not complete
+                raise
+            raise type(error)(f"{error}; resume with: {resume}") from None
+
+    def finish(self) -> None:
+        """Writes the pages and the model. Raises Stopped if a signal has ended the run."""
+        complete = not self.stopped and not self.stopped_by
+        self.outputs.finish(self.policy, self.progress, complete)
+        if self.stopped_by:
+            raise Stopped(self.stopped_by)
 
     def command_with_less_memory(self) -> str:
         """What to do when memory runs out: resume with half the micro-batch budget."""

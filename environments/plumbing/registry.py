@@ -19,7 +19,6 @@ first used, so the libraries of the other environments are not loaded.
 
 import copy
 import difflib
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -319,19 +318,6 @@ def relative(text: str) -> str:
 def short_names(specs: Iterable[str | EnvSpec]) -> str:
     """The environments of a run in its title."""
     return " ".join(EnvSpec.read(spec).short for spec in specs)
-
-
-def checksums(spec: EnvSpec) -> dict[str, str]:
-    """SHA-256 of the files that an absolute spec names, code and data, by their names."""
-    found: dict[str, str] = {}
-
-    def add(path: str, key: str) -> str:
-        if os.path.isfile(path):
-            found[os.path.basename(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        return path
-
-    spec.with_paths(add)
-    return found
 
 
 def short_path(path: str, parts: int = 2) -> str:

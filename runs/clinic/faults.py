@@ -28,7 +28,6 @@ from core import (  # noqa: E402
     sampler,
     tasks,
 )
-from core.loop import open as opening  # noqa: E402
 from core.types import Completion  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 
@@ -244,23 +243,23 @@ def micro_batch_mean(patch: Patch) -> None:
 @fault("LLaMA-Factory #124", "value/loss", "weights_unchanged", "--algo ppo")
 def value_head_left_out(patch: Patch) -> None:
     """The optimizer was made before the value head, and does not have it."""
-    make = opening.make_optimizer
+    make = optimizer.make_optimizer
 
     def without_head(own: policy.Policy, *args: Any, **options: Any) -> Any:
         return make(replace(own, value_head=None), *args, **options)
 
-    patch(opening, "make_optimizer", without_head)
+    patch(optimizer, "make_optimizer", without_head)
 
 
 @fault("hello-agents #771", "update/moved", "kl_runaway")
 def high_rate(patch: Patch) -> None:
     """The learning rate is that of another recipe, 100 times as high."""
-    make = opening.make_optimizer
+    make = optimizer.make_optimizer
 
     def hundredfold(own: policy.Policy, lr: float, *args: Any, **options: Any) -> Any:
         return make(own, 100 * lr, *args, **options)
 
-    patch(opening, "make_optimizer", hundredfold)
+    patch(optimizer, "make_optimizer", hundredfold)
 
 
 @fault("AReaL #1369", "eval/letter_counting/accuracy", "step_size", "--dtype bfloat16 --lr 1e-5")

@@ -20,7 +20,7 @@ from core.quantize import num_bytes  # noqa: E402
 
 
 def execute(args: list[str]) -> int:
-    load, measured = opening._load_policy, dict[str, Any]()
+    load, measured = opening.load_run_policy, dict[str, Any]()
 
     def load_and_measure(cfg: Config, folder: Path, *rest: Any) -> Policy:
         policy = load(cfg, folder, *rest)
@@ -31,7 +31,7 @@ def execute(args: list[str]) -> int:
         measured["folder"] = folder
         return policy
 
-    opening._load_policy = load_and_measure
+    opening.load_run_policy = load_and_measure
     code = train.execute(args)
     # on Linux in units of 1024 bytes
     measured["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,104 @@
+"""Whom a run asks: the sampler, the environments, and opponents. Each extra is imported if it is
+used."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from core import distributed, tasks
+from core.algorithm import Algorithm
+from core.chat_template import is_rendered
+from core.config import Config, needs
+from core.context import Renderer
+from core.episodes import RolloutCollector
+from core.faults import UsageError
+from core.nanollm import make_sampler
+from core.policy import Policy
+from core.pool import is_program
+from core.sampler import Sampler, TorchSampler
+from environments import Env, rewarded
+from environments.plumbing.registry import EnvSpec, make
+
+
+def open_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str, Any]) -> Any:
+    """The `Opponents` that --env and --eval-env name, or None."""
+    if not any(env.opponent for env in (*cfg.env, *cfg.eval_env)):
+        return None
+    from core.extras.opponents import Opponents
+
+    return Opponents(cfg, policy, folder, progress)
+
+
+def open_sampler(
+    cfg: Config, policy: Policy, algorithm: Algorithm, reserved: int, folder: Path
+) -> Sampler:
+    """The sampler of --sampler. `reserved`: bytes of GPU memory that others will allocate."""
+    if cfg.overlap and distributed.num_ranks() > 1:  # two threads would exchange at once
+        raise UsageError("--overlap does not go with several processes: remove it, or torchrun")
+    if cfg.sampler == "openai":
+        from core.extras.openai_sampler import OpenAISampler
+
+        return OpenAISampler(policy, cfg.base_url, cfg.model_id)
+    if cfg.sampler == "server":
+        from core.extras.server_sampler import ServerSampler
+
+        return ServerSampler(policy, cfg.base_url, folder / "adapters")
+    if algorithm.draw:
+        return TorchSampler(policy, algorithm.draw)
+    # the trainer has to know which tokens top-k and top-p kept
+    drops_tokens = cfg.top_p < 1 or cfg.top_k > 0
+    return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, reserved, cfg.vllm_eager,
+                        drops_tokens, num_rollouts(cfg))  # fmt: skip
+
+
+def num_rollouts(cfg: Config) -> int:
+    """How many completions this rank samples at the same time, at most; 0: unknown, as for games.
+
+    >>> from core import config
+    >>> num_rollouts(config.resolve(Config(num_prompts=16, group_size=8, eval_num_tasks=100)))
+    128
+    >>> num_rollouts(config.resolve(Config(env=("iterated_game",))))
+    0
+    """
+    if not all(map(has_one_agent, (*cfg.env, *cfg.eval_env))):
+        return 0
+    trained = cfg.num_prompts * cfg.group_size if cfg.num_updates else 0
+    evaluated = cfg.eval_num_tasks * len(cfg.eval_env or cfg.env)
+    return -(-max(trained, evaluated) // distributed.num_ranks())
+
+
+def has_one_agent(spec: EnvSpec) -> bool:
+    """Whether an episode never asks for several completions at the same time; False: unknown."""
+    made: Any = spec.constructor
+    return isinstance(made, type) and issubclass(made, Env) and not is_program(spec)
+
+
+def open_collector(
+    cfg: Config, policy: Policy, opponents: Any, say: Callable[[str], None]
+) -> RolloutCollector:
+    """What plays the episodes. Raises UsageError for data that does not go with the settings."""
+    envs, renderer = (*cfg.env, *cfg.eval_env), Renderer
+    own = [env for env in dict.fromkeys(envs) if env.name == "rewarded"]
+    if cfg.overlap and not all(make(env).waits for env in own):
+        # as math-verify's alarm raises there, all answers would be wrong
+        raise UsageError("--overlap calls reward functions in a second thread: make them async, or "
+                         "remove it")  # fmt: skip
+    for env in own:
+        texts = [] if tasks.is_raw(env) else rewarded.texts_of(env)
+        if any(is_rendered(policy.tokenizer, text) for text in texts):
+            raise UsageError(f"--env {env}: a prompt has the chat template around it already: add "
+                             "raw=true to take it as it is, or give messages")  # fmt: skip
+        say(rewarded.what_is_right(env))
+    if any(map(tasks.has_tools, envs)):
+        from core.extras.tools import ToolRenderer as renderer
+    play_program: Any = None
+    if any(map(is_program, envs)):
+        from core.extras import programs
+
+        play_program = programs.play_program
+    return RolloutCollector(
+        policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
+        env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
+        redirect=opponents.redirect if opponents else None,
+        shows_right="feedback" in needs(cfg), play_program=play_program, say=say,
+    )  # fmt: skip
