@@ -6,7 +6,7 @@ from core.workshop import drill
 
 SOURCE = drill.RIGHT.read_text(encoding="utf-8")
 MINIMUM = "torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])"
-LOSS = "((BETA * kl - surrogate) * mask).sum() / mask.sum()"
+LOSS = "-(surrogate * mask).sum() / mask.sum()"
 REPAIRS = {  # fault: our text, and the same in other words
     "end_left_out": (
         "(ends.cumsum(1) - ends == 0)",
@@ -27,9 +27,9 @@ REPAIRS = {  # fault: our text, and the same in other words
         "advantages[:, None] * torch.where(advantages[:, None] > 0, ratio.clamp(max=1 + CLIP),"
         " ratio.clamp(min=1 - CLIP))",
     ),
-    "sign_of_the_kl": (LOSS, "-((surrogate - BETA * kl) * mask).sum() / mask.sum()"),
-    "mean_with_padding": (LOSS, "(BETA * kl - surrogate)[mask.bool()].mean()"),
-    "mean_of_row_means": (LOSS, "(mask / mask.sum() * (BETA * kl - surrogate)).sum()"),
+    "groups_interleaved": ("rewards.view(-1, G)", "torch.stack(rewards.split(G))"),
+    "mean_with_padding": (LOSS, "-surrogate[mask.bool()].mean()"),
+    "mean_of_row_means": (LOSS, "-(mask / mask.sum() * surrogate).sum()"),
     "old_is_renewed": ("(now, old[rows],", "(now, old.index_select(0, rows).detach(),"),
     "gradients_add_up": ("            optimizer.zero_grad()\n", "            model.zero_grad()\n"),
     "advantages_not_shuffled": ("advantages[rows]", "advantages.gather(0, rows)"),
@@ -42,12 +42,12 @@ WRONG = {  # a repair that is none: our text, and another
     "variance": ("groups.std(1, keepdim=True)", "groups.var(1, keepdim=True)"),
     "no deviation": ("(std + 1e-4)", "1.0"),
     "no minimum": (MINIMUM, "clipped * advantages[:, None]"),
-    "no KL": ("BETA * kl - surrogate", "-surrogate"),
-    "a sum": (LOSS, "((BETA * kl - surrogate) * mask).sum()"),
+    "uphill": (LOSS, LOSS[1:]),
+    "a sum": (LOSS, "-(surrogate * mask).sum()"),
     "old with gradient": ("(now, old[rows],", "(now, now,"),
-    "once in an epoch": (
+    "in the first epoch": (
         "            optimizer.zero_grad()\n",
-        "            optimizer.zero_grad() if norm is None else None\n",
+        "            optimizer.zero_grad() if _ == 0 else None\n",
     ),
     "advantages in reverse": ("advantages[rows]", "advantages[rows.flip(0)]"),
 }

@@ -4,8 +4,8 @@
     python drill.py                         # runs it: ten updates, about a minute
     python -m core.workshop.drill --check   # whether it is repaired, and what the fault was
 
-The check compares what five functions return with those of drill_loop.py, so every right
-repair counts. There is no fault in the others, and it does not look at them.
+The check compares what five functions return with those of grpo_on_one_page.py, so every
+right repair counts. There is no fault in the others, and it does not look at them.
 """
 
 import argparse
@@ -25,9 +25,10 @@ from core.faults import UsageError
 from core.tiny import PRETRAINED
 from core.workshop.checker import agree, describe_difference, load, wrong_type
 from core.workshop.exercises import Fact
+from environments.letter_counting import LetterCounting
 from environments.plumbing.registry import describe_error
 
-RIGHT = Path(__file__).with_name("drill_loop.py")
+RIGHT = Path(__file__).with_name("grpo_on_one_page.py")
 TITLE = '''"""Drill {}: this GRPO run raises no error, and is wrong in one place. Repair it.
 Keep all names and constants; the docstrings are right."""'''
 FAULTS = """
@@ -43,12 +44,12 @@ deviation_of_the_batch: Groups whose rewards differ little hardly count (flow_gr
   groups.std(1, keepdim=True)  =>  groups.std()
 maximum: The clip holds no token back, and lets none return (tensorforce #106)
   torch.minimum(  =>  torch.maximum(
-sign_of_the_kl: The penalty drives the policy away from the reference (ToolRL #52)
-  ((BETA * kl - surrogate)  =>  ((-BETA * kl - surrogate)
+groups_interleaved: A group has answers to different questions (prime-rl #600)
+  rewards.view(-1, G)  =>  rewards.view(G, -1).T
 mean_with_padding: One long answer shrinks the step of all (SkyRL #462)
-  surrogate) * mask).sum() / mask.sum()  =>  surrogate) * mask).mean()
+  -(surrogate * mask).sum() / mask.sum()  =>  -(surrogate * mask).mean()
 mean_of_row_means: A token of a long answer counts less (Dr. GRPO, arXiv:2503.20783)
-  surrogate) * mask).sum() / mask.sum()  =>  surrogate) * mask).sum(1).div(mask.sum(1)).mean()
+  (surrogate * mask).sum() / mask.sum()  =>  (surrogate * mask).sum(1).div(mask.sum(1)).mean()
 old_is_renewed: The ratio is 1 in every step, and nothing clips (tensorforce #312)
   (now, old[rows],  =>  (now, now.detach(),
 gradients_add_up: A step follows the gradients of all steps before it, too (TRL #583)
@@ -66,7 +67,7 @@ RATIOS = torch.tensor([1.5, 0.5, 1.0, 1.1, 0.9])  # above the clip, below it, wi
 
 
 def answers(m: Any) -> tuple[Tensor, Tensor]:
-    prompts = m.encode([m.ask(seed)[0] for seed in range(8)])
+    prompts = m.encode([LetterCounting().reset(seed)[0]["content"] for seed in range(8)])
     tokens, mask = m.sample(POLICY, *prompts, True)
     return tokens * mask, mask * 1
 
@@ -83,12 +84,11 @@ def advantages(m: Any) -> tuple[Tensor, Tensor]:
     return found / found[0].abs(), found.view(3, 8).std(1).round()
 
 
-def gradient(m: Any, ratio: Any, signs: Tensor, reference: float = 0.0) -> Tensor:
-    """Of the loss, by log-probs; `ratio` is π / π_old, `reference` log(π_ref / π)."""
+def gradient(m: Any, ratio: Any) -> Tensor:
+    """Of the loss, by log-probs; `ratio` is π / π_old."""
     now = LOGPROBS.clone().requires_grad_()
     old = LOGPROBS - torch.as_tensor(ratio).log()
-    loss, _ = m.compute_loss(now, old, LOGPROBS + reference, signs, MASK)
-    return torch.autograd.grad(loss, now)[0]
+    return torch.autograd.grad(m.compute_loss(now, old, A, MASK), now)[0]
 
 
 def updated(m: Any, epochs: int, rate: float, scale: float) -> Tensor:
@@ -98,7 +98,7 @@ def updated(m: Any, epochs: int, rate: float, scale: float) -> Tensor:
     signs = (torch.arange(8.0) - 3) * scale
     torch.manual_seed(0)
     with patch.multiple(m, EPOCHS=epochs, MINIBATCHES=1):
-        m.update(model, POLICY, optimizer, IDS, attention, attention[:, 3:], signs)
+        m.update(model, optimizer, IDS, attention, attention[:, 3:], signs)
     return m.token_logprobs(model, IDS, attention, 5).detach()
 
 
@@ -107,9 +107,8 @@ FACTS = (
     Fact("log-probs are of softmax(logits before / TEMPERATURE)", lambda m: logprobs(m, 0)),
     Fact("padding changes no log-prob", lambda m: logprobs(m, 2)),
     Fact("advantages are (R - mean) / deviation of the own group", advantages, 2e-3),
-    Fact("at ratio 1 a gradient is -A / number of all tokens", lambda m: gradient(m, 1.0, A)),
-    Fact("beyond the clip only the way back has a gradient", lambda m: gradient(m, RATIOS, A)),
-    Fact("the KL pulls towards the reference", lambda m: gradient(m, 1.0, 0 * A, 1.0)),
+    Fact("at ratio 1 a gradient is -A / number of all tokens", lambda m: gradient(m, 1.0)),
+    Fact("beyond the clip only the way back has a gradient", lambda m: gradient(m, RATIOS)),
     Fact("in a step an answer has its own advantage", lambda m: updated(m, 1, 0.1, 1.0), 0.01),
     Fact("a step follows its own gradient", lambda m: updated(m, 2, 1e-3, 0.01), 2e-3),
     Fact("π_old is of before the first step", lambda m: updated(m, 2, 0.01, 1.0), 0.01),
@@ -122,7 +121,7 @@ def drill(seed: int) -> str:
     source = RIGHT.read_text(encoding="utf-8")
     assert source.count(right) == 1, right
     broken = source.replace(right, wrong).replace(" " * 12 + "⏎\n", "")
-    return re.sub(r'^""".*?"""', TITLE.format(seed), broken, count=1)
+    return re.sub(r'^""".*?"""', TITLE.format(seed), broken, count=1, flags=re.DOTALL)
 
 
 def check(module: ModuleType) -> str:
