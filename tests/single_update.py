@@ -11,6 +11,7 @@ import torch
 import train
 from core.algorithm import load_algorithm
 from core.files import checkpoint
+from core.loop import before
 from core.loop.ahead import Ahead
 from core.loop.open import prepare
 from core.loop.run import Run
@@ -47,11 +48,9 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)
-    with patch.multiple(
-        train,
-        open_run=open_run,
-        play=lambda run, update: Played(rollouts, rollouts),
-        freeze_reference=lambda *args: reference,
+    with (
+        patch.multiple(train, open_run=open_run, play=lambda *_: Played(rollouts, rollouts)),
+        patch.object(before, "freeze_reference", lambda *_: reference),
     ):
         assert train.main(cfg) == 0
     return {name: x for name, x in logged.items() if not name.startswith("time/")}

@@ -17,7 +17,9 @@ from algorithms import grpo, ppo, reinforce
 from core import canary, settings
 from core.config import Config
 from core.episodes import RolloutCollector
+from core.loop import before as warm_start
 from core.loop import play
+from core.metrics import UpdateStats
 from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import SAMPLING, derive_seed
@@ -95,7 +97,8 @@ def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder)
         policy = load_small(qwen3_folder, value_head=True)
         cfg = config(algo="ppo", num_epochs=3, options=ppo.Options(target_kl=target))
         rollouts = played(policy, [0.0, 1.0, 2.0])
-        with patch.object(train, "take_step", wraps=train.take_step) as tried:
+        end = UpdateStats.end_minibatch
+        with patch.object(UpdateStats, "end_minibatch", autospec=True, side_effect=end) as tried:
             metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
         steps[target] = metrics["update/steps"], tried.call_count
         left = [p.grad for p in policy.trainable().values() if p.grad is not None]
@@ -222,6 +225,6 @@ def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
     cfg = Config(temperature=0.5, max_grad_norm=0.25)  # the temperature is that of sampling
     before, clip_and_step = nll(policy, rollouts), run.optimizer.clip_and_step
     with patch.object(run.optimizer, "clip_and_step", wraps=clip_and_step) as stepped:
-        assert train.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
+        assert warm_start.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
     stepped.assert_called_once_with(0.25, True)
     assert nll(policy, rollouts) < before - 0.01

@@ -1,5 +1,6 @@
 """core/extras/opponents.py: seats by the seed, and older copies; test_train.py resumes a run."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,12 +11,12 @@ from conftest import load_small
 from safetensors.torch import load_file
 from test_episodes import Scripted
 
-import train
 from core.config import Config, resolve
 from core.episodes import RolloutCollector
 from core.extras import opponents
 from core.extras.opponents import OlderCopy, Opponents, copies_at, load_opponent
 from core.faults import UsageError
+from core.optimizer import MasterAdamW
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from environments.base import EVAL_SEEDS
@@ -119,12 +120,14 @@ def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
 
 
 def test_an_older_copy_has_the_newest_weights_although_older_ones_sample(command, monkeypatch):
-    def take_step(run, *rest):
-        with torch.no_grad():
-            next(iter(run.policy.trainable().values())).fill_(run.next_update)
-        return True
+    updates = itertools.count(1)
 
-    monkeypatch.setattr(train, "take_step", take_step)
+    def step(optimizer, *_, **__):
+        with torch.no_grad():
+            optimizer.masters[0].fill_(next(updates))
+        return 0.0, True
+
+    monkeypatch.setattr(MasterAdamW, "clip_and_step", step)
     flags = """--env tic_tac_toe:opponent=older:1 --staleness 2 --num-updates 3 --group-size 2
         --num-prompts 1 --max-tokens 6 --max-turns 1 --eval-num-tasks 0 --device cpu --run-name a"""
     assert command(*flags.split())[0] == 0

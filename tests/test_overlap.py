@@ -9,11 +9,11 @@ from conftest import metrics_of
 from test_server_sampler import RUN, SAMPLE
 from test_server_sampler import server as server  # a fixture
 
-import train
 from core import distributed
 from core.extras.server_sampler import ServerSampler
 from core.loop import play
 from core.loop.ahead import Ahead
+from core.optimizer import MasterAdamW
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
 PROGRAM = f"--env agent:run={AGENTS}/plain.py:run,data={AGENTS}/sums.jsonl"
@@ -50,20 +50,21 @@ def test_what_ends_while_an_update_trains_goes_on_exactly(
 ):
     flags.append("--overlap")
     assert command(*flags, "--run-name", "a")[0] == 0
-    step = train.take_step
+    step, steps = MasterAdamW.clip_and_step, []
 
-    def end(run, *rest):
-        if run.next_update == 2 and by_signal:  # while the episodes of update 3 are played
+    def end(optimizer, *rest, **given):
+        steps.append(rest)
+        if len(steps) == 2 and by_signal:  # while the episodes of update 3 are played
             signal.raise_signal(signal.SIGINT)
-        elif run.next_update == 2:
+        elif len(steps) == 2:
             server.instead = lambda path, body: (503, "down")
-        return step(run, *rest)
+        return step(optimizer, *rest, **given)
 
-    monkeypatch.setattr(train, "take_step", end)
+    monkeypatch.setattr(MasterAdamW, "clip_and_step", end)
     code, out, err = command(*flags, "--run-name", "b")
     assert code == (130 if by_signal else 1) and "--resume runs/b" in out + err
     assert [record["update"] for record in metrics_of("runs/b")] == [0, 1, 2]
-    monkeypatch.setattr(train, "take_step", step)
+    monkeypatch.setattr(MasterAdamW, "clip_and_step", step)
     server.instead = lambda path, body: None
     assert command("--resume", "runs/b")[0] == 0
     assert metrics_of("runs/a") == metrics_of("runs/b")

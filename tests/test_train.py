@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 import train
 from core.faults import UsageError
 from core.files import checkpoint
+from core.loop import before as before_rl
 from core.loop.evaluator import Evaluator
+from core.optimizer import MasterAdamW
 from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry
@@ -111,15 +113,15 @@ def test_the_report_is_there_before_update_1(command, monkeypatch, more):
     assert '"num_updates":4' in Path("runs/a/report.html").read_text(encoding="utf-8")
 
 
-def raise_in(patch, name, number):
-    """Raises a signal in each call of a function of train.py."""
-    called = getattr(train, name)
+def raise_in(patch, module, name, number):
+    """Raises a signal in each call of a function."""
+    called = getattr(module, name)
 
     def call(*args):
         signal.raise_signal(number)
         return called(*args)
 
-    patch.setattr(train, name, call)
+    patch.setattr(module, name, call)
 
 
 def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
@@ -128,7 +130,7 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
     """It stops in its warm start and crashes in update 3."""
     before, updates = signal.getsignal(signal.SIGTERM), []
     with monkeypatch.context() as patch:
-        raise_in(patch, "sft_step", signal.SIGTERM)
+        raise_in(patch, before_rl, "sft_step", signal.SIGTERM)
         code, out, err = command("--run-name", "cut", *SMALL)
     assert (code, err) == (130, "") and "python train.py --resume runs/cut" in out
     assert signal.getsignal(signal.SIGTERM) is before
@@ -173,7 +175,7 @@ def test_a_resumed_run_has_all_its_state(command, monkeypatch, pays):
         --staleness 1""".split()
     assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
     with monkeypatch.context() as patch:
-        raise_in(patch, "shape_rewards", signal.SIGINT)
+        raise_in(patch, train, "shape_rewards", signal.SIGINT)
         assert command(*SMALL, *flags, "--run-name", "cut")[0] == 130
     assert command("--resume", "runs/cut")[0] == 0
     last = metrics_of("runs/cut")[-1]
@@ -236,13 +238,13 @@ def test_groups_of_equal_returns_are_no_step_and_the_curriculum_leaves_evaluatio
 
 
 def test_the_learning_rate_rises_and_falls_and_goes_on_so_after_a_resume(command, monkeypatch):
-    rates, step = [], train.take_step
+    rates, clip_and_step = [], MasterAdamW.clip_and_step
 
-    def take_step(run, *rest):
-        rates.append([group["lr"] for group in run.optimizer.adamw.param_groups])
-        return step(run, *rest)
+    def step(optimizer, *rest, **given):
+        rates.append([group["lr"] for group in optimizer.adamw.param_groups])
+        return clip_and_step(optimizer, *rest, **given)
 
-    monkeypatch.setattr(train, "take_step", take_step)
+    monkeypatch.setattr(MasterAdamW, "clip_and_step", step)
     flags = ["--algo", "ppo", "--ppo.value-lr", 1.0, "--lr", 0.5, "--warmup-updates", 2,
              "--lr-schedule", "linear", "--save-every", 1, "--num-minibatches", 1]  # fmt: skip
     assert command(*SMALL, *flags, "--num-updates", 4, "--run-name", "a")[0] == 0

@@ -28,6 +28,7 @@ from core import (  # noqa: E402
     sampler,
     tasks,
 )
+from core.loop import before  # noqa: E402
 from core.types import Completion  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 
@@ -224,7 +225,7 @@ def kl_sign(patch: Patch) -> None:
 @fault("ChatGLM-Efficient-Tuning #380", "kl/reference", "reference_moves", "--kl-coef 5")
 def reference_moves(patch: Patch) -> None:
     """The reference is not a copy of the policy: it is the policy."""
-    patch(train, "freeze_reference", lambda policy, *_: replace(policy, value_head=None))
+    patch(before, "freeze_reference", lambda policy, *_: replace(policy, value_head=None))
 
 
 @fault("prime-rl #583", "loss/weight", "loss_weight", "--max-tokens-per-micro-batch 256")
