@@ -248,12 +248,12 @@ def test_the_learning_rate_rises_and_falls_and_goes_on_so_after_a_resume(command
     flags = ["--algo", "ppo", "--ppo.value-lr", 1.0, "--lr", 0.5, "--warmup-updates", 2,
              "--lr-schedule", "linear", "--save-every", 1, "--num-minibatches", 1]  # fmt: skip
     assert command(*SMALL, *flags, "--num-updates", 4, "--run-name", "a")[0] == 0
-    assert rates == [[0.25, 0.5], [0.5, 1.0], [0.5, 1.0], [0.25, 0.5]]  # of the policy, of values
+    rates = rates[3:]  # after the warm start: of the policy, of values
+    assert rates == [[0.25, 0.5], [0.5, 1.0], [0.5, 1.0], [0.25, 0.5]]
     logged = [r["update/lr"] for r in metrics_of("runs/a") if "update/lr" in r]
     assert logged == [0.25, 0.5, 0.5, 0.25]
-    rates.clear()
     assert command("--resume", "runs/a", "--num-updates", 6)[0] == 0
-    assert rates == [[0.25, 0.5], [0.125, 0.25]]  # (6 - 4) / (6 - 2), (6 - 5) / (6 - 2)
+    assert rates[4:] == [[0.25, 0.5], [0.125, 0.25]]  # (6 - 4) / (6 - 2), (6 - 5) / (6 - 2)
 
 
 def test_the_best_evaluation_is_exported(command, monkeypatch):
