@@ -3,14 +3,12 @@
 import json
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from types import SimpleNamespace
 
 import pytest
 from conftest import AGENTS, wait_for_the_end_of
@@ -26,7 +24,7 @@ from core.loading import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.tiny import PRETRAINED
-from core.types import Completion, Rollout
+from core.types import Completion
 from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, UsageError
 from environments.plumbing.registry import EnvSpec, make
@@ -142,9 +140,9 @@ class Calculating(Recorder):
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    """Programs are looked at, and interrupted, every few milliseconds."""
-    for module, name in ((agent, "POLL"), (endpoint, "PAUSE")):
-        monkeypatch.setattr(module, name, 0.01)
+    """Programs are looked at every few milliseconds, and ended after a few refusals."""
+    monkeypatch.setattr(agent, "POLL", 0.01)
+    monkeypatch.setattr(agent, "MAX_REFUSED", 20)
 
 
 @pytest.fixture
@@ -230,9 +228,9 @@ def run(row, client):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
     return {"reward": row["n"] / 32, "turns": [0.25, 0.5], "cost": 7}
 """)
-    env, held_out = make(spec), make(spec).test
-    assert [row["n"] for row in sorted(env.train + env.test, key=lambda r: r["n"])] == [*range(64)]
-    assert 0 < len(held_out) < 20
+    env = make(spec)
+    assert sorted(row["n"] for row in env.train + env.test) == [*range(64)]
+    assert 0 < len(env.test) < 20
     for rollout in collect(policy, spec, 8):
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
         assert [turn.reward for turn in rollout.turns] == [0.25, 0.5 + n / 32]
@@ -249,32 +247,22 @@ def run(row, client):
 FAILURES = {  # statement: the error of its episode, or the reward
     "1 / 0": 0.0,
     "return None": 0.0,
+    "return float('nan')": 0.0,
     "return {'reward': 1, 'score': {1, 2}}": 0.0,
-    "raise KeyboardInterrupt": 0.0,
     "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
     "raise ExceptionGroup('tools', [EnvFailure('no search')])": "EnvFailure: no search",
-    "[safe(client) for _ in range(9)]; raise EnvFailure('late')": "EnvFailure: late",
     "after(httpx.ConnectTimeout('no judge'))": "EnvFailure: ConnectTimeout: no judge (program.py,",
-    "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 21); "
-    "if the policy's answers cause it: zero_on=TimeoutError",
-    "during('KeyError(1)')": 0.0,
-    "during('KeyError(1) from None')": 0.0,  # handled: no excuse
+    "during('KeyError(1)')": 0.0,  # handled: no excuse
     "during('KeyError(1) from error')": "EnvFailure: ConnectionError: handled (program.py,",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
-    "httpx.Response(429, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "print('{\"result\": 7}', flush=True); return 0.5": 0.5,
-    "os.write(1, b'x' * 99999); return 0.5": 0.5,
-    "sys.exit(3)": 0.0,
     "os._exit(3)": 0.0,
-    "os.kill(os.getpid(), 9)": 0.0,
     "os.fork(); return 0.5": 0.5,
-    "return float('nan')": 0.0,
     "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
-    "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
-    "for _ in range(9): ask(client)": 0.0,  # more than --max-turns
-    "[safe(client) for _ in range(9)]; return 0.5": 0.5,
+    "[safe(client) for _ in range(9)]; return 0.5": 0.5,  # more than --max-turns
     "[safe(client) for _ in range(9)]; raise ConnectionError('as a framework calls it')": 0.0,
+    "[safe(client) for _ in range(99)]": "TimeoutError: 20 requests got no answer: the episode",
 }
 
 
@@ -295,23 +283,19 @@ def safe(client):
     except Exception:
         pass
 def after(error):
+    raise RuntimeError("the tool failed") from error
+def during(raised):
     try:
-        raise error
-    except Exception:
-        raise RuntimeError("the tool failed") from error
+        raise ConnectionError("handled")
+    except ConnectionError as error:
+        exec(f"raise {{raised}}")
 def run(task, client):
     client = client.with_options(max_retries=0)
     ask(client)
     if task["fails"]:
         {statement}
     return 1.0
-def during(raised):
-    try:
-        raise ConnectionError("handled")
-    except ConnectionError as error:
-        exec(f"raise {{raised}}")
-''', rows, zero_on="program.Odd httpx.ConnectError", timeout=timeout)  # fmt: skip
-    threads = threading.active_count()
+''', rows, zero_on="program.Odd", timeout=timeout)  # fmt: skip
     rollouts = collect(policy, spec, 4, max_turns=4)
     failing = [r for r in rollouts if r.episode_return != 1]
     assert failing and (hangs or len(failing) < 4)
@@ -324,7 +308,6 @@ def during(raised):
         else:
             assert (rollout.error, rollout.episode_return) == ("", wanted)
             assert rollout.episode_truncated == ("range(9)" in statement)
-    wait_for(lambda: threading.active_count() <= threads + 2 * len(rollouts))
 
 
 @pytest.mark.parametrize("options, wanted", [({}, -1.5), ({"error_reward": -3}, -3)])
@@ -345,42 +328,35 @@ def run(task, client):
     assert line.startswith("an agent ended with KeyError") and "(program.py, line 5)" in line
 
 
-CAUSES = {
-    "client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': IMAGE}])":
-        "ValueError: no request of the program was answered: only contents of text are supported",
-    "client.moderations.create(input='x')":
-        "TimeoutError: 100 requests got no answer: /v1/moderations: there is no such",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("statement", CAUSES)
-def test_a_failure_names_why_nothing_was_answered(policy, write, monkeypatch, statement):
-    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # which the own client does not ask
-    spec = write(f"""
-IMAGE = [{{"type": "image_url", "image_url": {{"url": "data:,"}}}}]
-def run(task, client):
-    for _ in range({999 if "100 requests" in CAUSES[statement] else 1}):
-        try:
-            {statement}
-        except Exception:
-            pass
-    return 1.0
+def test_a_failure_names_why_nothing_was_answered(policy, write, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which is not asked
+    spec = write("""
+import openai
+def run(task):
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    try:
+        openai.OpenAI().chat.completions.create(
+            model="m", messages=[{"role": "user", "content": image}])
+    except openai.BadRequestError:
+        return 1.0
 """)
     [rollout] = collect(policy, spec, 1)
-    assert rollout.error.startswith(CAUSES[statement])
+    assert "no request of the program was answered: only contents of text are" in rollout.error
 
 
-ASKING = """
-import asyncio, functools, httpx, json, multiprocessing, os, queue, subprocess, sys, threading
-from concurrent.futures import ThreadPoolExecutor
+ASKING = '''
+import asyncio, os, queue, subprocess, sys, threading
 from openai import AsyncOpenAI, OpenAI
-MADE, HTTP, POOL, JOBS = OpenAI(), httpx.Client(), ThreadPoolExecutor(2), queue.Queue()
-SCRIPT = "import os, openai; openai.OpenAI().responses.create(model='m', input=os.environ['SAY'])"
+MADE, JOBS, LOCK = OpenAI(), queue.Queue(), asyncio.Lock()
+SCRIPT = """
+import json, os, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"model": "m", "input": os.environ["SAY"]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/responses"
+urllib.request.urlopen(urllib.request.Request(url, body, headers))
+"""
 def ask(client, task):
     client.responses.create(model="m", input=f"I am {task['n']}")
-@functools.lru_cache
-def cached():
-    return OpenAI()
 def work():
     while job := JOBS.get():
         ask(*job)
@@ -390,6 +366,8 @@ def in_a_fork(task):
         ask(OpenAI(), task)
         os._exit(0)
     os.waitpid(pid, 0)
+def note(pid):
+    open(os.environ["PIDS"], "a").write(f"{pid}\\n")
 def detached(task):
     "A process that leaves its group, and asks on for ever."
     answered, says = os.pipe()
@@ -398,85 +376,52 @@ def detached(task):
         if os.fork():
             os._exit(0)
         client = OpenAI(max_retries=0)
-        open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+        note(os.getpid())
         while True:
             ask(client, task)
             os.write(says, b"1")
     os.read(answered, 1)
+def left_behind(task):
+    "A child, and a thread that asks on."
+    ask(MADE, task)
+    note(subprocess.Popen(["sleep", "600"]).pid)
+    note(os.getpid())
+    threading.Thread(target=lambda: [ask(MADE, task) for _ in range(9)]).start()
 async def in_an_executor(task):
-    await asyncio.get_running_loop().run_in_executor(None, ask, MADE, task)
+    async with LOCK:
+        await asyncio.get_running_loop().run_in_executor(None, ask, MADE, task)
     await AsyncOpenAI().responses.create(model="m", input=f"I am {task['n']}")
-def run(task, client):
+ASYNC def run(task, client):
     ask(client, task)
     BODY
     return 1.0
-"""
+'''
 WAYS = {  # in which a program asks for its episode
     "a process": "subprocess.run([sys.executable, '-c', SCRIPT], check=True, "
     "env=os.environ | {'SAY': f'I am {task[\"n\"]}'})",
-    "an executor": "asyncio.run(in_an_executor(task))",
+    "an async program": "await in_an_executor(task)",
     "a worker thread": "threading.Thread(target=work, daemon=True).start(); "
     "JOBS.put((MADE, task)); JOBS.join()",
-    "a reused connection": "[ask(OpenAI(http_client=HTTP), task) for _ in range(2)]",
-    "a pool made at import": "POOL.submit(ask, client, task).result()",
-    "a client made at import": "ask(MADE, task)",
     "a fork": "in_a_fork(task)",
-    "multiprocessing": "process = multiprocessing.get_context('fork').Process("
-    "target=ask, args=(OpenAI(), task)); process.start(); process.join()",
-    "a cached client": "ask(cached(), task)",
     "a detached child": "detached(task)",
+    "what goes on after it": "left_behind(task)",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_request_is_of_its_own_episode(policy, write, tmp_path, monkeypatch, way):
-    if not hasattr(os, "fork") and way in ("a fork", "multiprocessing", "a detached child"):
+    if not hasattr(os, "fork") and way in ("a fork", "a detached child"):
         pytest.skip("this system has no fork")
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    rollouts = collect(policy, write(ASKING.replace("BODY", WAYS[way])), 6, max_tokens=2)
-    for rollout in rollouts:
+    program = ASKING.replace("BODY", WAYS[way]).replace("ASYNC ", "async " * ("await" in WAYS[way]))
+    for rollout in collect(policy, write(program), 6, max_tokens=2):
         assert (rollout.error, rollout.episode_return) == ("", 1.0) and len(rollout.turns) >= 2
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
         said = {m["content"] for m in rollout.messages if m["role"] == "user"}
         assert said == {f"I am {n}"}
-    if way == "a detached child":
+    if way in ("a detached child", "what goes on after it"):
         for pid in (tmp_path / "pids").read_text().split():
             wait_for_the_end_of(int(pid))
-
-
-def test_what_a_program_leaves_behind_ends_with_its_episode(policy, write, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    spec = write("""
-import os, subprocess, threading
-def run(task, client):
-    ask = lambda: client.responses.create(model="m", input="?")
-    ask()
-    child = subprocess.Popen(["sleep", "600"])
-    open(os.environ["PIDS"], "a").write(f"{child.pid} {os.getpid()}\\n")
-    threading.Thread(target=lambda: [ask() for _ in range(999)]).start()
-    return 1.0
-""")
-    rollouts = collect(policy, spec, 4, max_tokens=1, max_turns=2000)
-    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 4
-    for pid in (tmp_path / "pids").read_text().split():
-        wait_for_the_end_of(int(pid))
-
-
-def test_an_async_program_has_an_event_loop_of_its_own(policy, write):
-    spec = write("""
-import asyncio, httpx, openai
-HTTP, LOCK, count = httpx.AsyncClient(), asyncio.Lock(), 0
-async def run(task, base_url, api_key):
-    global count
-    async with LOCK:
-        count += 1
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
-    asked = [client.responses.create(model="m", input="?") for _ in range(2)]
-    await asyncio.gather(*asked)
-    return count
-""")
-    rollouts = collect(policy, spec, 3)
-    assert [(r.error, len(r.turns), r.episode_return) for r in rollouts] == [("", 2, 1.0)] * 3
 
 
 def test_a_program_waits_for_the_slowest_one_so_that_a_run_repeats(policy, write):
@@ -496,50 +441,33 @@ def run(task, client):
     assert sizes == [6, 6]
 
 
-def test_far_too_much_text_is_refused_without_tokenizing_it(policy, monkeypatch):
-    texts, encode = [], policy.tokenizer.encode
-    spy = lambda text, **options: texts.append(text) or encode(text, **options)  # noqa: E731
-    monkeypatch.setattr(policy.tokenizer, "encode", spy)
-    words = "word " * 400_000
-    for content, arguments, description in ((words, "", ""), ("", words, ""), ("", "", words)):
-        said = {"role": "user", "content": content, "calls": [("a", "x", arguments)]}
-        ask = asked([said], tools=[{"description": description}])
-        with pytest.raises(endpoint.Refused, match="do not fit into 512 tokens"):
-            programs.Conversations(Renderer(policy)).prompt(ask)
-    assert max(map(len, texts)) < 100_000
-
-
-def test_the_time_of_sampling_is_not_the_programs(policy, write, monkeypatch):
-    class Slow(TorchSampler):
-        def step(self):
-            monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: 1000 + now()))
-            return super().step()
-
-    now = time.monotonic
-    spec = write(ONE_REQUEST, timeout=300)  # fmt: skip
-    [rollout] = collect(policy, spec, 1, sampler=Slow(policy))
-    assert (rollout.error, rollout.episode_return) == ("", 1.0)
-
-
-def test_a_request_stays_within_the_limits_of_the_run(policy, write):
+def test_a_request_stays_within_the_limits_of_the_run_and_its_own(policy, write):
     """Two requests at the same time for two answers each, with --max-turns 3."""
     spec = write("""
 from concurrent.futures import ThreadPoolExecutor
 def run(task, client):
     def ask(_):
         try:
-            client.with_options(max_retries=0).chat.completions.create(
-                model="m", n=2, max_tokens=most, messages=[{"role": "user", "content": "?"}])
+            return client.with_options(max_retries=0).chat.completions.create(
+                model="m", n=2, max_tokens=most, messages=[{"role": "user", "content": "?"}],
+                stop=["e", "a", "o", " "])
         except Exception:
             pass
     most = 2 if task["n"] % 2 else 99
-    [*ThreadPoolExecutor(2).map(ask, range(2))]
-    return {"reward": 1, "most": min(most, 5)}
+    [found] = filter(None, ThreadPoolExecutor(2).map(ask, range(2)))
+    texts = [choice.message.content for choice in found.choices]
+    return {"reward": 1, "most": min(most, 9), "stopped": any(set("eao ") & {*t} for t in texts)}
 """)
-    for rollout in collect(policy, spec, 4, max_turns=3, max_tokens=5):
+    ends = set()
+    for rollout in collect(policy, spec, 8, max_turns=3, max_tokens=9):
         assert [m["role"] for m in rollout.messages] == ["user", "assistant", "assistant"]
         first, second = (turn.completion_ids for turn in rollout.turns)
         assert first != second and max(len(first), len(second)) <= rollout.info["most"]
+        assert rollout.episode_truncated and not rollout.info["stopped"]
+        for turn in rollout.turns:  # up to the token that completes a stop sequence
+            assert not {*"eao "} & {*policy.tokenizer.decode(turn.completion_ids[:-1])}
+            ends.add(turn.finish_reason)
+    assert ends == {"stop", "length"}
 
 
 def test_a_prompt_needs_room_for_a_token(policy, write):
@@ -552,43 +480,6 @@ def test_a_prompt_needs_room_for_a_token(policy, write):
     assert "tokens do not fit into" in collect(policy, spec, 1)[0].error
 
 
-def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):
-    text = "What is 1 + 1? It is 2, and no more."
-    ids = policy.tokenizer.encode(text)
-    logprobs, kept = [-float(n) for n in range(len(ids))], [[i] for i in ids]
-    whole = Completion(ids, logprobs, text, "length", kept)
-    cut = programs.cut_at(policy, whole, ["", "more", "is 2"])
-    n = len(cut.token_ids)
-    decoded = [policy.tokenizer.decode(ids[:end]) for end in (n - 1, n)]
-    assert [("is 2" in part) for part in decoded] == [False, True]
-    assert (cut.token_ids, cut.logprobs, cut.kept_ids) == (
-        ids[:n], whole.logprobs[:n], whole.kept_ids[:n]
-    )  # fmt: skip
-    assert (cut.text, cut.finish_reason) == ("What is 1 + 1? It ", "stop")
-    assert programs.cut_at(policy, whole, ["", "never"]) is whole
-    assert programs.cut_at(policy, whole, [text[0]]).token_ids == ids[:1]
-
-
-def test_an_edited_conversation_has_its_calls_as_they_were_sampled(policy):
-    tool = {"name": "look", "description": "Look.", "parameters": {}}
-    tools = [{"type": "function", "function": tool}]
-    conversations, rollout = programs.Conversations(Renderer(policy)), Rollout("", "", 0, 0)
-
-    def prompt(*messages):
-        ask = asked(messages, tools=tools)
-        return ask, conversations.prompt(ask)
-
-    ids = [*policy.tokenizer.encode(CALL), policy.end_of_turn_id]
-    completion = Completion(ids, [-0.5] * len(ids), CALL, "stop")
-    [call] = conversations.add(*prompt(("user", "?")), completion, rollout).calls
-    texts = []
-    for calls in ([call], [("other", *call[1:])], [(*call[:2], '{"at": "b"}')]):
-        answer = {"role": "assistant", "content": "", "calls": calls}
-        _, edited = prompt(("user", "? edited"), answer, ("tool", "ok"))
-        texts.append(policy.tokenizer.decode(edited.ids))
-    assert [CALL in text for text in texts] == [True, False, False] and '"at": "b"' in texts[2]
-
-
 def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):
     spec = write("""
 def run(task, client):
@@ -599,46 +490,32 @@ def run(task, client):
     ask(main)
     ask([{"role": "user", "content": "another"}])
     ask(main)
-    task["list"].append(1)
-    return {"reward": 100, "turns": [1, 2, 3], "length": len(task["list"])}
-""", [{"n": n, "list": []} for n in range(9)])  # fmt: skip
-    for rollout in collect(policy, spec, 12):
+    return {"reward": 100, "turns": [1, 2, 3]}
+""")
+    for rollout in collect(policy, spec, 6):
         first, _, third = (turn.prompt_ids for turn in rollout.turns)
         assert third[: len(first)] == first
         assert [turn.reward for turn in rollout.turns] == [1, 2, 103]
-        assert rollout.info["length"] == 1  # the change of the task stays in its episode
         assert len(to_tokens([rollout]).sequences) == 2
 
 
 def test_a_reset_ends_the_program_of_the_episode_before(write, tmp_path, monkeypatch):
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    env = make(
-        write("""
+    env = make(write("""
 import os, time
 def run(task):
-    with open(os.environ["PIDS"], "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    while True:
-        pass
-""")
-    )
-    written = lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().split()  # noqa: E731
-    in_thread(partial(env.reset, 0))
-    wait_for(written)
-    [first] = written()
-    in_thread(partial(env.reset, 1))
-    wait_for_the_end_of(int(first))
-    wait_for(lambda: len(written()) == 2)
-    env.close()
-    wait_for_the_end_of(int(written()[1]))
-
-
-def asked(messages, **body):
-    """A request with these messages: (role, content), or as the endpoint reads them."""
-    tools = body.pop("tools", [])
-    read = [{"calls": [], "thought": ""} | (m if isinstance(m, dict) else
-            {"role": m[0], "content": m[1]}) for m in messages]  # fmt: skip
-    return endpoint.Ask(None, body, read, tools)
+    open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+    time.sleep(600)
+"""))  # fmt: skip
+    pids = tmp_path / "pids"
+    for number in (1, 2):
+        in_thread(partial(env.reset, number))
+        while not pids.exists() or len(pids.read_text().split()) < number:
+            time.sleep(0.01)
+        if number == 2:
+            env.close()
+    for pid in pids.read_text().split():
+        wait_for_the_end_of(int(pid))
 
 
 def test_the_schema_of_an_answer_is_in_the_prompt(policy):
@@ -649,17 +526,11 @@ def test_the_schema_of_an_answer_is_in_the_prompt(policy):
         ({"text": {"format": wanted}}, 1),  # of the responses API
         ({"response_format": {"type": "text"}}, 0),
     ):
-        prompt = programs.Conversations(Renderer(policy)).prompt(asked([("user", "?")], **body))
+        asked = {"role": "user", "content": "?", "calls": [], "thought": ""}
+        ask = endpoint.Ask(None, body, [asked], [])
+        prompt = programs.Conversations(Renderer(policy)).prompt(ask)
         text = policy.tokenizer.decode(prompt.ids)
         assert text.count('{"type": "object", "properties": {"né": {"type": "number"}}}') == count
-
-
-def wait_for(condition):
-    for _ in range(6000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never happens")
 
 
 COMMANDS = {  # program in Python, the error of its episode, or the reward
@@ -715,7 +586,7 @@ def test_so_many_programs_run_at_once(write, monkeypatch):
 
 @pytest.mark.parametrize("options, reason", [
     ({"run": ""}, "name either run"), ({"data": ""}, "set data="), ({"timeout": 0}, "timeout must"),
-    ({"command": "true"}, "name either run"), ({"zero_on": "Typo"}, "zero_on=Typo: that is no"),
+    ({"command": "true"}, "name either run"), ({"zero_on": "Typo"}, "Typo"),
     ({"zero_on": "os.sep"}, "no exc"), ({"error_reward": "nan"}, "nan"),
     ({"host": "0.0.0.0"}, "no single address"),
     ({"host": "192.0.2.1"}, "host=192.0.2.1: .*; name an IPv4 address"),

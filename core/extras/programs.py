@@ -8,26 +8,20 @@ So a rollout is a tree of contexts, in which each sampled token stands once, aft
 that it was sampled after.
 
 Messages are compared as clients send them back: role, text without the spaces around it, calls as
-JSON. Ids of calls, thoughts and the exact text only choose between answers that read alike. In a
-new context, calls that come back unedited and with their ids are written as they were sampled.
+JSON. Ids of calls, thoughts and the exact text only choose between answers that read alike.
 """
 
 import json
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core.chat_template import (
-    clean_message,
-    closing_ids,
-    ids_after_completion,
-    with_system,
-)
+from core.chat_template import clean_message, closing_ids, ids_after_completion, with_system
 from core.context import Agent, Renderer
 from core.episodes import Answerer, Episode, Play, RolloutCollector, error_text
 from core.extras import constrain, tools
@@ -43,7 +37,6 @@ from environments.plumbing.tools import END_OF_THOUGHT, OPENING, call_text, name
 
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
-LONG = 8  # characters for each token of the context; of more text so many are looked at first
 
 
 def play_program(collector: RolloutCollector, episode: Episode, answerer: Answerer) -> Play:
@@ -55,7 +48,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         say_once("--thinking drop does nothing for agents: their programs decide what is sent back")
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
-    while program.play is not None:
+    while program.asks:
         sampled: list[tuple[Ask, Prompt, Request]] = []
         for ask in program.asks:
             try:
@@ -66,8 +59,8 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
             except Refused as error:
                 program.refuse(ask, str(error), error.code)
                 continue
-            except (UsageError, TypeError, RecursionError) as error:
-                ask.refuse(400, str(error), "invalid_request")
+            except (UsageError, TypeError, RecursionError) as error:  # of the template
+                ask.refuse(400, str(error))
                 continue
             for _ in range(ask.n):
                 stream = known.stream(agent.stream, prompt.ids)
@@ -75,10 +68,16 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                 asking.prompt_ids = prompt.ids
                 request = answerer(episode, asking)
                 assert isinstance(request, Request)
-                follow(ask, prompt, request, collector.policy, say_once)
+                request.matcher = matcher(ask, prompt, collector.policy, request.sampler, say_once)
+                request.max_tokens = min(request.max_tokens, ask.max_tokens or request.max_tokens)
+                stop = (*request.params.stop, *ask.stop)
+                request.params = replace(request.params, stop=stop)
                 sampled.append((ask, prompt, request))
         completions = (yield [request for _, _, request in sampled]) if sampled else []
-        reply(known, sampled, completions, rollout)
+        for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
+            if completion.finish_reason == "error":
+                raise EnvFailure(completion.text)
+            known.answer(ask, prompt, completion, rollout)
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
     if broken := program.error:
         text = error_text(broken).removeprefix("ProgramError: ")
@@ -94,31 +93,6 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     agent.read(steps[PLAYER])
 
 
-def follow(
-    ask: Ask, prompt: "Prompt", request: Request, policy: Policy, say_once: Callable[[str], None]
-) -> None:
-    """Samples a request as its program wants it, as far as that goes."""
-    request.matcher = matcher(ask, prompt, policy, request.sampler, say_once)
-    if ask.max_tokens:
-        request.max_tokens = min(request.max_tokens, ask.max_tokens)
-
-
-def reply(
-    known: "Conversations", sampled: list[tuple[Ask, "Prompt", Request]],
-    completions: list[Completion], rollout: Rollout,
-) -> None:  # fmt: skip
-    """Adds the completions to the rollout and sends the answers. Raises EnvFailure."""
-    for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
-        if completion.finish_reason == "error":
-            raise EnvFailure(completion.text)
-        if not ask.is_waited_for():  # nobody reads it: it is not trained on
-            ask.refuse(400, "the client hung up", "invalid_request")
-            continue
-        rollout.messages += prompt.new
-        prompt.new = []
-        known.answer(ask, prompt, completion, rollout)
-
-
 @dataclass(eq=False)
 class Prompt:
     """What a request is answered after."""
@@ -130,39 +104,22 @@ class Prompt:
     choices: list[Choice] = field(default_factory=list)  # of the answer, so far
 
 
-@dataclass
-class Known:
-    """A conversation that ends with an answer of the policy."""
-
-    ids: list[int]  # of all of it
-    call_ids: list[str]
-    text: str  # of the answer, exactly
-    thought: str
-
-
 class Conversations:
     """The conversations of one episode."""
 
     def __init__(self, renderer: Renderer):
         self.renderer, self.policy = renderer, renderer.policy
-        self.known: dict[Key, list[Known]] = defaultdict(list)
-        self.texts: dict[Key, str] = {}  # of answers with calls, as they were sampled
-        self.num_turns = 0
+        # the ids up to the end of an answer, by what it reads like, and then exactly
+        self.known: dict[Key, dict[Key, list[int]]] = defaultdict(dict)
         self.asked = Counter[int]()  # prompts, by checksum
 
     def prompt(self, ask: Ask) -> Prompt:
         """The token ids up to the answer.
 
         Raises UsageError if the template refuses them, and Refused for more than fits into the
-        context; so much text that to tokenize it would take seconds is not tokenized.
+        context.
         """
         tokenizer, messages, limit = self.policy.tokenizer, ask.messages, self.policy.max_length
-        texts = [json.dumps(ask.tools), *(m["content"] for m in messages)]
-        texts += [arguments for m in messages for _, _, arguments in m["calls"]]
-        start = "".join(texts)[: limit * LONG]
-        if len(start) < sum(map(len, texts)) and len(tokenizer.encode(start)) > limit:
-            reason = f"{sum(map(len, texts)):,} characters do not fit into {limit} tokens"
-            raise Refused(400, f"{reason} (--max-model-len)", "context_length_exceeded")
         key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(reads_like, messages))
         chat = [clean_message({"role": m["role"], "content": self.text(m)}) for m in messages]
         whole = chat
@@ -178,7 +135,8 @@ class Conversations:
         if not end:
             ids = self.renderer.opening_ids(full, schemas)
         else:
-            ids = self.best(self.known[key[: end + 1]], messages[end - 1]).ids
+            alike = self.known[key[: end + 1]]
+            ids = alike.get(exactly(messages[end - 1])) or [*alike.values()][-1]
             begun = whole[: len(whole) - len(chat) + end]
             num_new = len(full) - len(tools.for_template(tokenizer, begun, ask.tools)[0])
             closed = [ids[-1]] == closing_ids(tokenizer, full[-num_new]["role"])
@@ -191,20 +149,8 @@ class Conversations:
             raise Refused(400, f"{reason} (--max-model-len)", "context_length_exceeded")
         return Prompt(ids, full, chat[end:], key)
 
-    def best(self, found: list[Known], answer: dict[str, Any]) -> Known:
-        """Of answers that read alike the one that was sent back, by all that clients may keep."""
-        ids = [call_id for call_id, _, _ in answer["calls"]]
-
-        def likeness(known: Known) -> tuple[bool, ...]:
-            return (known.call_ids == ids, known.text == answer["content"],
-                    known.thought == answer["thought"])  # fmt: skip
-
-        return max(reversed(found), key=likeness)  # the latest of those that are equally like it
-
     def text(self, message: dict[str, Any]) -> str:
-        """The content, and calls as they were sampled, or else as the template writes them."""
-        if sampled := self.texts.get(with_ids(message)):
-            return sampled
+        """The content, and the calls as the template writes them."""
         calls = [call_text(name, **as_dict(arguments)) for _, name, arguments in message["calls"]]
         text = "\n".join([message["content"]] * bool(message["content"]) + calls)
         return tools.in_format_of(self.policy.tokenizer, text) if calls else text
@@ -220,32 +166,33 @@ class Conversations:
 
     def answer(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> None:
         """Adds a completion to the answer, and sends that once it has as many as were asked for."""
-        completion = cut_at(self.policy, completion, ask.stop)
         prompt.choices.append(self.add(ask, prompt, completion, rollout))
         if len(prompt.choices) == ask.n:
             ask.reply(prompt.choices, len(prompt.ids))
 
     def add(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> Choice:
         """Makes a turn of a completion, and the answer to the request."""
-        choice = self.choice(ask, completion, f"{ask.id[:8]}{self.num_turns}")
-        turn = Turn(prompt.ids, completion.token_ids, completion.logprobs,
-                    completion.finish_reason, kept_ids=completion.kept_ids)  # fmt: skip
-        answer = {"role": "assistant", "content": choice.content, "calls": choice.calls}
-        known = Known(prompt.ids + completion.token_ids, [i for i, _, _ in choice.calls],
-                      choice.content, choice.thought)  # fmt: skip
-        self.known[*prompt.key, reads_like(answer)].append(known)
-        if choice.calls:
-            self.texts[with_ids(answer)] = spoken(completion.text)
-        self.num_turns += 1
-        known = rollout.for_log.get("tools", [])
-        rollout.for_log["tools"] = [*dict.fromkeys([*known, *map(name_of, ask.tools)])]
-        rollout.turns.append(turn)
-        rollout.messages.append({"role": "assistant", "content": completion.text})
+        choice = self.choice(ask, completion, f"{ask.id[:8]}{len(rollout.turns)}")
+        answer = {"role": "assistant", "content": choice.content, "calls": choice.calls,
+                  "thought": choice.thought}  # fmt: skip
+        alike, ids = self.known[*prompt.key, reads_like(answer)], prompt.ids + completion.token_ids
+        alike.pop(exactly(answer), None)  # so that the latest is the last
+        alike[exactly(answer)] = ids
+        told = rollout.for_log.get("tools", [])
+        rollout.for_log["tools"] = [*dict.fromkeys([*told, *map(name_of, ask.tools)])]
+        rollout.turns.append(
+            Turn(prompt.ids, completion.token_ids, completion.logprobs, completion.finish_reason,
+                 kept_ids=completion.kept_ids)
+        )  # fmt: skip
+        rollout.messages += [*prompt.new, {"role": "assistant", "content": completion.text}]
+        prompt.new = []
         return choice
 
     def choice(self, ask: Ask, completion: Completion, number: str) -> Choice:
         """A completion as the client reads it: its thought, its text and its calls."""
         tokenizer, text = self.policy.tokenizer, completion.text
+        for stop in ask.stop:
+            text = text.partition(stop)[0]
         found = tools.read_calls(tokenizer, text) if ask.tools else []
         calls = [(f"call_{number}_{i}", call.name, json.dumps(call.arguments, ensure_ascii=False))
                  for i, call in enumerate(found) if not call.error]  # fmt: skip
@@ -268,9 +215,10 @@ def reads_like(message: dict[str, Any]) -> str:
     return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True)
 
 
-def with_ids(message: dict[str, Any]) -> Key:
-    """What the message reads like, and the ids of its calls."""
-    return reads_like(message), *(call_id for call_id, _, _ in message["calls"])
+def exactly(answer: dict[str, Any]) -> Key:
+    """What tells answers that read alike apart: the ids of calls, or the text and the thought."""
+    ids = tuple(call_id for call_id, _, _ in answer["calls"])
+    return ids or (answer["content"], answer["thought"])
 
 
 def as_dict(arguments: str) -> dict[str, Any]:
@@ -289,20 +237,6 @@ def opening_of_calls(tokenizer: Tokenizer) -> str:
         return OPENING
     text = tools.calls_as_text(tokenizer, "", [tools.PROBE])
     return "".join(text.partition("{")[0].partition(tools.PROBE.name)[0].split()[:1])
-
-
-def cut_at(policy: Policy, completion: Completion, stops: list[str]) -> Completion:
-    """The completion up to the token that completes a stop sequence; its text without that."""
-    stops = [s for s in stops if s]
-    found = [place for s in stops if (place := completion.text.find(s)) >= 0]
-    if not found:
-        return completion
-    ids, count = completion.token_ids, 1
-    while not any(s in str(policy.tokenizer.decode(ids[:count])) for s in stops):
-        count += 1
-    kept = completion.kept_ids and completion.kept_ids[:count]
-    text = completion.text[: min(found)]
-    return Completion(ids[:count], completion.logprobs[:count], text, "stop", kept)
 
 
 def matcher(

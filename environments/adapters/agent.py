@@ -15,6 +15,7 @@ FILE:LINE of the row.
 """
 
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -38,13 +39,12 @@ from environments.base import (
     check_range,
     checked_step,
 )
-from environments.plumbing import processes, workers
+from environments.plumbing import workers
 from environments.plumbing.dataset import Row
 from environments.plumbing.options import split_words
 from environments.plumbing.tools import read_calls
 from environments.rewarded import begin_run, draw, load
 
-LOCK = threading.Lock()
 POLL = 0.5  # seconds between two looks of a call at its program
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
 EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructure fails
@@ -56,20 +56,6 @@ class ProgramError(Exception):
     def __init__(self, text: str, kind: str = "own", place: str = ""):
         super().__init__(text)
         self.kind, self.place = kind, place
-
-
-class Play:
-    """A program while it runs. `result` or `error` is set before the session ends."""
-
-    def __init__(self, session: Session, process: workers.Forked | workers.Fresh):
-        self.session, self.process = session, process
-        self.result: Any = None
-        self.error: Exception | None = None
-
-    def stop(self) -> None:
-        """Ends the program and its children."""
-        self.session.close()
-        self.process.kill()
 
 
 class Program(Env):
@@ -93,12 +79,10 @@ class Program(Env):
         if not data:
             raise UsageError("set data=FILE.jsonl: a task in each line")
         check_range("timeout", timeout, 0.001, 1_000_000)
-        self.run = run
-        self.arguments = split_words(command)
+        self.run, self.arguments, self.alone = run, split_words(command), alone
         self.train, self.test, _ = load(data, "", config, split)
         self.zero_on = tuple(zero_on)
         self.error_reward, self.timeout, self.host = _number(error_reward), timeout, host
-        self.alone = alone
         try:
             if socket.gethostbyname(host) == "0.0.0.0":  # all: no program can ask there
                 raise OSError(0, "that is no single address")
@@ -107,12 +91,10 @@ class Program(Env):
             raise UsageError(f"host={host}: {error.strerror}; name an IPv4 address of this "
                              "machine") from None  # fmt: skip
         if run:
-            with LOCK:  # else each of the first environments would import it
-                check_program(run, self.zero_on)
+            check_program(run, self.zero_on)
+        self.session: Session | None = None  # of the present program
+        self.asks: list[Ask] = []  # that wait for an answer; none: the program has ended
         self.error: Exception | None = None  # why the episode earned `error_reward`
-        self.play: Play | None = None  # None: it has ended
-        self.since = 0.0  # when the program was started, or was last answered
-        self.asks: list[Ask] = []  # that wait for an answer
         self.turns: list[float] = []  # the rewards of single answers, at the end
         self.over_limit = False  # a request was refused: see `refuse`
 
@@ -124,28 +106,23 @@ class Program(Env):
         """Starts the program. Returns the messages of its first request, if that comes at once."""
         self.close()
         row = draw(seed, self.train, self.test)
-        self.asks, self.turns, self.over_limit, self.error = [], [], False, None
-        self.since, self.place = time.monotonic(), row.place
-        self.play = play = self._start(row, seed)
-        if not self._wait(play):
-            self._outcome(play)  # raises: nothing was answered
+        self.turns, self.over_limit, self.error, self.place = [], False, None, row.place
+        self._start(row, seed)
+        if not self._wait():
+            self._outcome()  # raises: nothing was answered
         return [{"role": m["role"], "content": m["content"]} for m in self.asks[0].messages]
 
     def step(self, response: str) -> Step:
         """Goes on until the next requests. Those that still wait are answered by `response`. The
         step's message is the last one of the next request."""
-        if self.asks:
-            self.since = time.monotonic()
         for ask in self.asks:
             if not ask.outcome.done():
-                ask.reply([_choice(response)], 0)
-        play = self.play
-        assert play
-        if self._wait(play):
-            last = self.asks[0].messages[-1]
-            message: Message = {"role": last["role"], "content": last["content"][:MAX_MESSAGE]}
-            return Step(message, 0.0, False, {"correct": False, "agent_error": 0})
-        return self._outcome(play)
+                ask.reply([_choice(response)] * ask.n, 0)
+        if not self._wait():
+            return self._outcome()
+        last = self.asks[0].messages[-1]
+        message: Message = {"role": last["role"], "content": last["content"][:MAX_MESSAGE]}
+        return Step(message, 0.0, False, {"correct": False, "agent_error": 0})
 
     def refuse(self, ask: Ask, reason: str, code: str) -> None:
         """Refuses a request beyond a limit, which cuts the episode."""
@@ -153,102 +130,75 @@ class Program(Env):
         ask.refuse(400, reason, code)
 
     def close(self) -> None:
-        if self.play is not None:
-            self.play.stop()
-            self.play = None
+        """Ends the program and its children."""
+        if self.session is not None:
+            self.session.close()
+            self.process.kill()
 
-    def _wait(self, play: Play) -> bool:
+    def _start(self, row: Row, seed: int) -> None:
+        """Starts the process of an episode. Raises EnvFailure."""
+        session = endpoint.shared(self.host).open()
+        self.files = three_files({"task": row, "seed": seed} if self.run else row)
+        variables = variables_for(session.endpoint, session.key)
+        self.process = process = workers.start(
+            self.files, variables, self.arguments, self.run, self.zero_on
+        )
+        self.session = session
+        wait = lambda: session.end(process.wait())  # noqa: E731
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _wait(self) -> bool:
         """Waits for requests; False once the program has ended. Raises TimeoutError."""
-        session = play.session
+        session, since = self.session, time.monotonic()
+        assert session
         try:
-            while True:
-                found = session.receive(POLL)
-                self.asks = found or []
+            while (found := session.receive(POLL)) == []:
                 if len(refusals := session.refusals) > MAX_REFUSED:
                     raise TimeoutError(f"{MAX_REFUSED} requests got no answer: {refusals[-1]}")
-                if found is None or found:
-                    return found is not None
-                if time.monotonic() - self.since > self.timeout:
+                if time.monotonic() - since > self.timeout:
                     raise TimeoutError(f"the program did nothing for {self.timeout:g} seconds")
         except BaseException:
             self.close()
             raise
+        self.asks = found or []
+        return found is not None
 
-    def _outcome(self, play: Play) -> Step:
+    def _outcome(self) -> Step:
         """The last step. Raises what went wrong, unless the policy caused it."""
-        play.session.close()
-        if self.play is play:
-            self.play = None
-        error, session = play.error, play.session
-        if error is None and not session.has_answer:
-            why = "the client hung up" if session.has_asked else "it sent none with its API key"
-            why = [why, *session.refusals][-1]
-            error = ValueError(f"no request of the program was answered: {why}")
+        self.close()
+        session = self.session
+        assert session
         try:
-            if error is None:
-                return self._scored(play.result)
-        except Exception as wrong:  # the result is no reward
-            error = wrong
-        kind = getattr(error, "kind", "own")
-        if kind == "infrastructure" or (kind == "status" and not self.over_limit):
-            raise EnvFailure(f"{error}")
-        if not session.has_answer:
-            raise error
-        self.error, self.turns = error, []
-        return self._last_step(self.error_reward, {"correct": False, "agent_error": 1})
-
-    def _scored(self, result: Any) -> Step:
-        """The last step of a program that ended well. Raises an exception if it returned none."""
-        info = dict(result) if isinstance(result, dict) else {"reward": result}
-        reward, turns = _number(info.pop("reward", None)), info.pop("turns", [])
-        self.turns = [_number(value) for value in turns]
-        info = {"correct": reward >= 1, "agent_error": 0} | info
-        return checked_step(self._last_step(reward, info), "the program", is_single=True)
+            result = self._result(session.code)
+            if not session.has_answer:
+                why = ["it sent none with its API key", *session.refusals][-1]
+                raise ValueError(f"no request of the program was answered: {why}")
+            info = dict(result) if isinstance(result, dict) else {"reward": result}
+            reward, turns = _number(info.pop("reward", None)), info.pop("turns", [])
+            self.turns = [_number(value) for value in turns]
+            info = {"correct": reward >= 1, "agent_error": 0} | info
+            return checked_step(self._last_step(reward, info), "the program", is_single=True)
+        except Exception as error:
+            kind = getattr(error, "kind", "own")
+            if kind == "infrastructure" or (kind == "status" and not self.over_limit):
+                raise EnvFailure(f"{error}") from None
+            if not session.has_answer:
+                raise
+            self.error, self.turns = error, []
+            return self._last_step(self.error_reward, {"correct": False, "agent_error": 1})
 
     def _last_step(self, reward: float, info: dict[str, Any]) -> Step:
-        info = {"row": self.place} | info
-        return Step(None, reward, True, info, truncated=self.over_limit)
+        return Step(None, reward, True, {"row": self.place} | info, truncated=self.over_limit)
 
-    def _start(self, row: Row, seed: int) -> Play:
-        """Starts the process of an episode. Raises EnvFailure."""
-        session = endpoint.shared(self.host).open()
-        variables = {"OPENAI_BASE_URL": session.endpoint.url, "OPENAI_API_KEY": session.key}
-        given = {"task": row, "seed": seed} if self.run else row
-        files = three_files()
-        try:
-            process = started(self.run, self.zero_on, self.arguments, given, variables, files)
-        except BaseException:
-            session.close()
-            raise
-        play = Play(session, process)
-        read = self._read_result if self.run else self._read_output
-
-        def wait() -> None:
-            code = process.wait()
-            try:
-                play.result = read(code, files)
-            except Exception as error:
-                play.error = error
-            session.end()
-
-        threading.Thread(target=wait, daemon=True).start()
-        return play
-
-    def _read_result(self, code: int, files: list[IO[bytes]]) -> Any:
-        """What a function returned. Raises what it raised as a ProgramError."""
-        found = result_of(self.run, code, files)
-        if "error" in found:
-            error = found["error"]
-            raise ProgramError(error["text"], error["kind"], error["place"])
-        return found["result"]
-
-    def _read_output(self, code: int, files: list[IO[bytes]]) -> Any:
-        """The result that a command printed."""
+    def _result(self, code: int) -> Any:
+        """What a function returned or a command printed. Raises what went wrong."""
+        if self.run:
+            return result_of(self.run, code, self.files)
         name = self.arguments[0]
         if code:
             kind = "infrastructure" if code == EX_TEMPFAIL else "own"
-            raise ProgramError(ended_with(name, code, files), kind)
-        last = processes.last_lines(files[1])[-1:]
+            raise ProgramError(ended_with(name, code, self.files), kind)
+        last = workers.last_lines(self.files[1])[-1:]
         with suppress(ValueError, RecursionError):
             return json.loads(last[0] if last else "")
         raise ValueError(f"the last line of {name} is no reward as JSON: {last}"[:300])
@@ -257,44 +207,44 @@ class Program(Env):
 @cache
 def check_program(run: str, zero_on: tuple[str, ...]) -> None:
     """Imports a program, in a process. Raises UsageError if that fails."""
-    files = three_files()
-    variables = {"OPENAI_BASE_URL": endpoint.shared().url, "OPENAI_API_KEY": "no-episode"}
-    process = started(run, zero_on, [], {}, variables, files)
+    files, variables = three_files({}), variables_for(endpoint.shared(), "no-episode")
+    process = workers.start(files, variables, run=run, zero_on=zero_on)
     try:
         result_of(run, process.wait(), files)
     except ProgramError as error:
         raise UsageError(str(error)) from None
 
 
-def three_files() -> list[IO[bytes]]:
-    """For stdin, stdout and stderr of a process; they are deleted with the list."""
-    return [tempfile.TemporaryFile() for _ in range(3)]
-
-
-def started(
-    run: str, zero_on: tuple[str, ...], arguments: list[str], given: Any, variables: dict[str, str],
-    files: list[IO[bytes]],
-) -> workers.Forked | workers.Fresh:  # fmt: skip
-    """The process of a program, which reads `given` as JSON."""
+def three_files(given: Any) -> list[IO[bytes]]:
+    """For stdin, which has `given` as JSON, stdout and stderr; they are deleted with the list."""
+    files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
     files[0].write(json.dumps(given).encode() + b"\n")
     files[0].seek(0)
-    return workers.of(run, zero_on).start(files, variables, arguments)
+    return files
 
 
-def result_of(run: str, code: int, files: list[IO[bytes]]) -> dict[str, Any]:
-    """What a process has written as its last line. Raises ProgramError if there is none."""
-    files[1].seek(0)
-    lines = files[1].read().decode(errors="replace").splitlines()
+def variables_for(endpoint: endpoint.Endpoint, key: str) -> dict[str, str]:
+    """With which a program asks the endpoint, and no proxy in between."""
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    hosts = hosts if hosts == "*" else f"{hosts},{endpoint.server.address[0]}".lstrip(",")
+    return {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": key,
+            "no_proxy": hosts, "NO_PROXY": hosts}  # fmt: skip
+
+
+def result_of(run: str, code: int, files: list[IO[bytes]]) -> Any:
+    """What a function returned. Raises what it raised as a ProgramError."""
+    found: Any = {}
     with suppress(ValueError, IndexError):
-        found = json.loads(lines[-1])
-        if "wrong" in found:
-            raise ProgramError(found["wrong"])
-        return found
-    raise ProgramError(ended_with(run, code, files))
+        found = json.loads(workers.last_lines(files[1])[-1])
+    if "error" in found:
+        raise ProgramError(**found["error"])
+    if "result" not in found:
+        raise ProgramError(ended_with(run, code, files))
+    return found["result"]
 
 
 def ended_with(name: str, code: int, files: list[IO[bytes]]) -> str:
-    said = " | ".join(processes.last_lines(files[2])[-3:])
+    said = " | ".join(workers.last_lines(files[2])[-3:])
     return f"{name} ended with code {code}: {said}"[:500]
 
 

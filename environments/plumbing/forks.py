@@ -1,6 +1,6 @@
-"""Starts the processes of an agent program (worker.py) by forking, where the system can.
+"""Starts processes by forking, where the system can: of agent programs (worker.py), and commands.
 
-It has imported the libraries that the program's file names, but not the file. It ends a process
+It has imported the libraries that a program's file names, but not the file. It ends a process
 with its children as soon as the run asks for that, and all of them when the run has ended, however
 that was.
 """
@@ -166,21 +166,18 @@ def warm_up() -> None:
     client = openai.OpenAI(
         base_url="http://127.0.0.1:0", api_key="-", max_retries=0, http_client=http
     )
-    asked, function = {"role": "user", "content": ""}, {"name": "f", "parameters": {}}
+    function: Json = {"name": "f", "parameters": {}}
+    asked: Json = {"model": "m", "tools": [{"type": "function", "function": function} | function]}
     with suppress(openai.APIConnectionError):
-        tools = [{"type": "function", "function": function}]
-        client.chat.completions.create(model="m", messages=[asked], tools=tools)
+        client.chat.completions.create(messages=[{"role": "user", "content": ""}], **asked)
     with suppress(openai.APIConnectionError):
-        client.responses.create(model="m", input=[asked], tools=[{"type": "function"} | function])
+        client.responses.create(input=[{"role": "user", "content": ""}], **asked)
     call = {"name": "f", "arguments": "{}"}
     message = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
     choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
     openai.types.chat.ChatCompletion.construct(choices=choices, usage={}).to_dict()
-    text = {"type": "output_text", "text": "", "annotations": []}
-    output = [{"type": "message", "content": [text]}, {"type": "function_call"} | call]
-    openai.types.responses.Response.construct(
-        output=output, usage={}, tools=[], tool_choice="auto", metadata={}
-    ).to_dict()
+    output = [{"type": "message", "content": [{"type": "output_text"}]}, {"type": "function_call"}]
+    openai.types.responses.Response.construct(output=output, usage={}, tools=[]).to_dict()
 
 
 def is_installed(name: str) -> bool:

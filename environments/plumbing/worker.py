@@ -1,7 +1,5 @@
 """The process of one episode of an agent program: it reads the task, writes what came of it, ends.
 
-    python -m environments.plumbing.worker FILE.py:function [EXCEPTION ..] < task.json
-
 The last line of its output is {"result": ..} or {"error": {"kind": .., "text": .., "place": ..}}.
 What the function prints goes to stderr. OPENAI_BASE_URL and OPENAI_API_KEY are those of the episode
 before the user's file is imported, so a client that the file makes has them.
@@ -14,7 +12,6 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from environments.base import EnvFailure, UsageError
@@ -24,7 +21,6 @@ from environments.plumbing.registry import describe_error, import_attribute, pla
 Json = dict[str, Any]
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
-MOST = 1_000_000  # characters of a result
 
 
 def main(run: str, zero_on: list[str]) -> None:
@@ -34,12 +30,13 @@ def main(run: str, zero_on: list[str]) -> None:
     found = play(run, zero_on, json.loads(sys.stdin.buffer.read()))
     if os.getpid() == me:  # else it is a fork that the function has made
         with open(output, "w", encoding="utf-8", newline="\n") as file:
-            file.write(f"\n{json.dumps(found)}\n")
+            file.write(f"\n{found}\n")
     os._exit(0)  # threads that go on end here
 
 
-def play(run: str, zero_on: list[str], given: Json) -> Json:
-    """What came of the episode; without a task, whether there could be one."""
+def play(run: str, zero_on: list[str], given: Json) -> str:
+    """What came of the episode, as JSON; without a task, whether there could be one."""
+    kinds: tuple[type[BaseException], ...] = ()
     try:
         function = import_attribute(run)
         if not callable(function):
@@ -47,20 +44,14 @@ def play(run: str, zero_on: list[str], given: Json) -> Json:
         kinds = tuple(map(exception, zero_on))
         if "client" in inspect.signature(function).parameters:
             import_library("openai", "openai")
-    except BaseException as error:
-        return {"wrong": str(error) if isinstance(error, UsageError) else describe_error(error)}
-    if "task" not in given:
-        return {}
-    random.seed(given["seed"])
-    if "numpy" in sys.modules:  # a fork has the state of its parent
-        sys.modules["numpy"].random.seed(given["seed"] % 2**32)
-    try:
-        text = json.dumps(call(function, given["task"]), default=as_number)
-        if len(text) > MOST:
-            raise ValueError(f"the program returned {len(text):,} characters")
-        return {"result": json.loads(text)}
+        if "task" not in given:
+            return json.dumps({"result": None})
+        random.seed(given["seed"])
+        if "numpy" in sys.modules:  # a fork has the state of its parent
+            sys.modules["numpy"].random.seed(given["seed"] % 2**32)
+        return json.dumps({"result": call(function, given["task"])}, default=as_number)
     except BaseException as error:  # SystemExit too
-        return {"error": described(error, kinds)}
+        return json.dumps({"error": described(error, kinds)})
 
 
 def call(function: Callable[..., Any], task: Json) -> Any:
@@ -95,7 +86,8 @@ def described(error: BaseException, zero_on: tuple[type[BaseException], ...]) ->
     """What an exception says. `kind`: infrastructure (it failed), zero_on, status (a server has
     refused) or own (it is the program's)."""
     causes, place = causes_of(error), place_of(error)
-    found = {"kind": "own", "text": describe_error(error), "place": place}
+    text = str(error) if isinstance(error, UsageError) else describe_error(error)
+    found = {"kind": "own", "text": text, "place": place}
     for cause in causes:
         if isinstance(cause, EnvFailure):
             return found | {"kind": "infrastructure", "text": str(cause)}
@@ -114,12 +106,9 @@ def described(error: BaseException, zero_on: tuple[type[BaseException], ...]) ->
 def exception(name: str) -> type[BaseException]:
     """The exception `module.Name`, or Python's `Name`. Raises UsageError if there is none."""
     module, _, bare = name.rpartition(".")
-    kind: Any = None
-    with suppress(UsageError):
-        kind = import_attribute(f"{module or 'builtins'}:{bare}")
-    if not isinstance(kind, type) or not issubclass(kind, BaseException):
-        raise UsageError(f"zero_on={name}: that is no exception; write where it is, such as "
-                         "zero_on=httpx.ConnectError")  # fmt: skip
+    kind = import_attribute(f"{module or 'builtins'}:{bare}")
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        raise UsageError(f"zero_on={name}: that is no exception, such as httpx.ConnectError")
     return kind
 
 
@@ -136,13 +125,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 def status_failed(error: BaseException) -> bool:
     """Whether an exception has the status of a server that failed, or refuses the program."""
-    for place in (error, getattr(error, "response", None)):
-        for name in ("status_code", "status", "code"):
-            status = getattr(place, name, None)
-            if isinstance(status, int) and (status in (401, 403, 429) or 500 <= status < 600):
-                return True
-    return False
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    places = error, getattr(error, "response", None)
+    names = "status_code", "status", "code"
+    statuses = [getattr(place, name, None) for place in places for name in names]
+    return any(isinstance(s, int) and (s in (401, 403, 429) or s // 100 == 5) for s in statuses)
