@@ -1,6 +1,5 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
-import os
 import sys
 
 import pytest
@@ -10,11 +9,15 @@ from environments.adapters.remote import Remote, RemoteError
 from environments.base import EnvFailure
 from environments.plumbing.registry import make
 
-# answers the reset, then misbehaves on the first step
+# answers the reset with the pid of a child, then misbehaves on the first step
 SERVER = """
-import json, sys, time
-print(json.dumps({{"messages": [{{"role": "user", "content": "?"}}]}}), flush=True)
-sys.stdin.readline(); sys.stdin.readline()
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+messages = [{{"role": "user", "content": str(child.pid)}}]
+sys.stdin.readline()
+print(json.dumps({{"messages": messages}}), flush=True)
+{before}
+sys.stdin.readline()
 {misdeed}
 """
 
@@ -34,43 +37,35 @@ def test_episode_equals_that_of_the_served_environment():
     ("time.sleep(600)", EnvFailure, "no answer within the timeout"),
     ("print('line 1', 'No door 7', sep='\\n', file=sys.stderr); sys.exit(3)", EnvFailure,
      r"the process ended; last lines of its stderr: line 1 \| No door 7"),
-    ("print('{\"reward\": 1', flush=True); time.sleep(600)", EnvFailure, "not a JSON object"),
+    ("print('{\"reward\": 1}', flush=True); time.sleep(600)", EnvFailure, "no answer of the prot"),
     ("print('{\"error\": \"no such door\"}', flush=True); time.sleep(600)", RemoteError,
      "no such door"),
 ])  # fmt: skip
-def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed, failure, reason):
+def test_misbehaving_server_is_killed_with_its_children_and_the_reason(
+    tmp_path, misdeed, failure, reason
+):
     program = tmp_path / "server.py"
-    program.write_text(SERVER.format(misdeed=misdeed))
+    program.write_text(SERVER.format(before="", misdeed=misdeed))
     env = Remote(command=f"{sys.executable} {program}", timeout=60.0)
-    assert env.reset(1)[0]["content"] == "?"
-    process = env.process
+    child = env.reset(1)[0]["content"]
     if reason == "no answer within the timeout":
         env.timeout = 0.1
     with pytest.raises(failure, match=reason):
         env.step("go")
     env.timeout = 60.0
-    assert process.poll() is not None and env.process is None
-    assert env.reset(2)[0]["content"] == "?"  # a new process
+    wait_for_the_end_of(int(child))
+    other = env.reset(2)[0]["content"]  # of a new process
     env.close()
+    wait_for_the_end_of(int(other))
+    assert child != other
 
 
-@pytest.mark.parametrize("ends", [False] + [True] * hasattr(os, "waitid"))
-def test_the_children_of_a_server_end_with_it(tmp_path, ends):
-    """Whether the environment is closed, or the server has ended after its answer."""
-    program, last = tmp_path / "parent.py", "" if ends else "sys.stdin.read()\n"
-    program.write_text(
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "sys.stdin.readline()\n"
-        'print(\'{"messages": [{"role": "user", "content": "%d"}]}\' % child.pid, flush=True)\n'
-        + last
-    )
+def test_a_server_that_ends_after_its_episode_is_started_again(tmp_path):
+    program = tmp_path / "server.py"
+    program.write_text(SERVER.format(before="sys.exit()", misdeed=""))
     env = Remote(command=f"{sys.executable} {program}")
-    child = int(env.reset(1)[0]["content"])
-    if ends:
-        wait_for_the_end_of(env.process.pid)
-        assert int(env.reset(2)[0]["content"]) != child  # of a new server
-    else:
-        env.close()
-    wait_for_the_end_of(child)
+    children = [int(env.reset(seed)[0]["content"]) for seed in (1, 2, 3)]
     env.close()
+    assert len({*children}) == 3
+    for child in children:
+        wait_for_the_end_of(child)

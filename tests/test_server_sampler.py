@@ -6,7 +6,9 @@ engines, and must be its build for CPUs.
 
 import os
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -26,7 +28,6 @@ from core.faults import NoServer, UsageError
 from core.files.checkpoint import find_checkpoint
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import PRETRAINED
-from environments.plumbing import processes
 
 URL = "http://127.0.0.1:8000"
 PROMPTS = [[65, 66, 67]] * 4 + [[70, 71]] * 4
@@ -164,20 +165,21 @@ def engines(tmp_path):
     own = """VLLM_ALLOW_RUNTIME_LORA_UPDATING=True VLLM_NO_USAGE_STATS=1 OMP_NUM_THREADS=1
         VLLM_HOST_IP=127.0.0.1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind"""
     module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    process = processes.start(
-        [*module, "--model", str(PRETRAINED), *flags],
+    process = subprocess.Popen(
+        [*module, "--model", str(PRETRAINED), *flags], start_new_session=True,
         env=os.environ | dict(pair.split("=") for pair in own.split()),
-    )
+    )  # fmt: skip
     try:
         url, answers = f"http://127.0.0.1:{port}", False
         while not answers:
-            assert not processes.has_ended(process)
+            assert process.poll() is None
             sleep(0.5)
             with suppress(httpx.HTTPError):
                 answers = httpx.get(f"{url}/health", trust_env=False).is_success
         yield url
     finally:
-        processes.kill(process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.vllm

@@ -25,14 +25,11 @@ starts a new server. After an {"error": ".."} it raises RemoteError instead.
 >>> env.close()
 """
 
-import contextlib
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import threading
-import time
-import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
@@ -47,16 +44,14 @@ from environments.base import (
     check_range,
     checked_step,
 )
-from environments.plumbing import processes
+from environments.plumbing import workers
 from environments.plumbing.options import split_words
-from environments.plumbing.registry import make, variables_of_python
+from environments.plumbing.registry import make
 from environments.plumbing.text import one_line
 from environments.plumbing.tools import schemas
 
 T = TypeVar("T")
-MAX_ANSWER_BYTES = 4 << 20
-SHOWN_LINES, SHOWN_CHARACTERS = 3, 1000  # of the server's stderr
-SLICE = 0.1  # seconds
+SERVE = workers.CODE.replace("plumbing", "adapters") + "import remote; remote.main(sys.argv[1])"
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
 
 
@@ -78,21 +73,27 @@ class Remote(Env):
         if bool(env) == bool(command):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
         check_range("timeout", timeout, 0.001, 1_000_000)
-        self.arguments = split_words(command)
-        self.variables: dict[str, str] | None = None  # those of this process
+        self.timeout, self.arguments = timeout, split_words(command)
         if env:
             spec = env.replace(";", ",")
             served = make(spec)  # raises UsageError here instead of in the server
             if schemas(served) or not isinstance(served, Env):
                 raise UsageError(f"{spec}: remote plays neither tools nor several agents")
-            self.variables = variables_of_python()
-            self.arguments = [sys.executable, "-m", "environments.adapters.remote", spec]
-        self.timeout = timeout
-        self.process: subprocess.Popen | None = None
-        self.stderr: IO[bytes] | None = None
+            self.arguments = workers.interpreter(SERVE, spec)
+        self.process: workers.Forked | workers.Fresh | None = None
 
     def reset(self, seed: int) -> list[Message]:
-        return self._request({"do": "reset", "seed": seed}, lambda a: _read_messages(a["messages"]))
+        was_started = self.process is not None
+        try:
+            return self._begin(seed)
+        except EnvFailure:
+            if not was_started:
+                raise
+        return self._begin(seed)  # the server has ended since the last episode
+
+    def _begin(self, seed: int) -> list[Message]:
+        request = {"do": "reset", "seed": seed}
+        return self._request(request, lambda answer: _read_messages(answer["messages"]))
 
     def step(self, response: str) -> Step:
         return self._request({"do": "step", "response": response}, _read_step)
@@ -101,9 +102,9 @@ class Remote(Env):
         return self._request({"do": "demonstrate", "hasty": hasty}, lambda a: a.get("text"))
 
     def close(self) -> None:
-        """Kills the server process and its children, if it runs, and closes its pipes."""
+        """Kills the server process and its children."""
         if self.process is not None:
-            self.kill()  # works once: later its pid may be that of another process
+            self.process.kill()
             self.process = None
 
     def _request(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
@@ -111,47 +112,51 @@ class Remote(Env):
 
         If anything fails, kills the server and raises RemoteError or EnvFailure.
         """
+        timeout, problem, kind = self.timeout, "no answer within the timeout", EnvFailure
+        if self.process is None:
+            self._start()
+            timeout *= STARTUP_FACTOR
         try:
-            timeout = self.timeout
-            if self.process is not None and processes.has_ended(self.process):
-                self.close()
-            if self.process is None:
-                self.process = self._start()
-                timeout *= STARTUP_FACTOR
-            answer = _exchange(self.process, request, timeout)
-            if "error" in answer:
-                raise RemoteError(f"{answer['error']}"[:500])
-            try:
+            self.stdin.write(json.dumps(request).encode() + b"\n")
+            if not (line := self.answers.get(timeout=timeout)):
+                raise OSError("the process ended")
+            answer = json.loads(line)
+            if "error" not in answer:
                 return read(answer)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise EnvFailure(f"no answer of the protocol: {error!r}"[:500]) from None
-        except (RemoteError, EnvFailure, OSError) as error:
-            self.close()
-            kind = RemoteError if isinstance(error, RemoteError) else EnvFailure
-            raise kind(f"remote environment: {error}{self._last_lines()}") from None
+            problem, kind = f"{answer['error']}"[:500], RemoteError
+        except Empty:
+            pass
+        except OSError as error:
+            problem = str(error)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            problem = f"no answer of the protocol: {error!r}"[:500]
+        self.close()
+        shown = " | ".join(workers.last_lines(self.stderr)[-3:])[-1000:]
+        said = f"; last lines of its stderr: {shown}" if shown else ""
+        raise kind(f"remote environment: {problem}{said}")
 
-    def _last_lines(self) -> str:
-        """Returns the end of what the server wrote to stderr, to append to an error."""
-        if self.stderr is None:
-            return ""
-        shown = " | ".join(processes.last_lines(self.stderr)[-SHOWN_LINES:])[-SHOWN_CHARACTERS:]
-        return f"; last lines of its stderr: {shown}" if shown else ""
-
-    def _start(self) -> subprocess.Popen:
-        pipe = subprocess.PIPE
+    def _start(self) -> None:
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
         # not a pipe: if nobody reads a pipe, it fills up and the server waits
-        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
-        process = processes.start(
-            self.arguments, stdin=pipe, stdout=pipe, stderr=self.stderr, env=self.variables,
-            bufsize=0,  # unlike a buffer, closing such a pipe waits for no thread that uses it
-        )  # fmt: skip
-        self.kill = weakref.finalize(self, processes.kill, process)
-        return process
+        self.stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.stdin = os.fdopen(ours_out, "wb", buffering=0)
+        with open(theirs_in, "rb") as stdin, open(theirs_out, "wb") as stdout:
+            self.process = workers.start([stdin, stdout, self.stderr], {}, self.arguments)
+        self.answers = answers = SimpleQueue[bytes]()
+
+        def read() -> None:  # in a thread, as not every system can wait for a pipe
+            with open(ours_in, "rb") as stdout:
+                while line := stdout.readline():
+                    answers.put(line)
+            answers.put(b"")
+
+        threading.Thread(target=read, daemon=True).start()
 
 
-def serve(spec: str) -> None:
+def main(spec: str) -> None:
     """Answers requests on stdin until it closes; what the environment prints goes to stderr."""
-    env = make(spec)
+    env: Any = make(spec)
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         try:
@@ -169,48 +174,6 @@ def _answer(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     return {"text": env.demonstrate(request["hasty"])}
 
 
-def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Sends one line and returns the answer; EnvFailure after so many `seconds` of waiting.
-
-    Waits in slices, and counts a slice as at most twice its length: time in which this process was
-    stopped (Ctrl-Z, a suspended machine) is not the server's.
-    """
-    outgoing, answers = json.dumps(request).encode() + b"\n", SimpleQueue[bytes]()
-    threading.Thread(target=_talk, args=(process, outgoing, answers), daemon=True).start()
-    received = None
-    while received is None:
-        started = time.monotonic()
-        with contextlib.suppress(Empty):
-            received = answers.get(timeout=min(seconds, SLICE))
-        seconds -= min(time.monotonic() - started, 2 * SLICE)
-        if received is None and seconds <= 0:
-            raise EnvFailure("no answer within the timeout")
-    if len(received) > MAX_ANSWER_BYTES:
-        raise EnvFailure(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
-    if b"\n" not in received:
-        raise EnvFailure("the process ended")
-    answer = None
-    with contextlib.suppress(ValueError, RecursionError):
-        answer = json.loads(received)
-    if not isinstance(answer, dict):  # two answers are none
-        raise EnvFailure("the answer is not a JSON object")
-    return answer
-
-
-def _talk(process: subprocess.Popen, outgoing: bytes, answers: SimpleQueue[bytes]) -> None:
-    """Writes a request and reads a line; in a thread, as not every system can wait for a pipe."""
-    assert process.stdin and process.stdout
-    incoming = bytearray()
-    with contextlib.suppress(OSError, ValueError):  # the process ended; its pipes are closed
-        while outgoing:
-            outgoing = outgoing[process.stdin.write(outgoing) :]
-        while b"\n" not in incoming and len(incoming) <= MAX_ANSWER_BYTES:
-            if not (chunk := process.stdout.read(1 << 16)):
-                break
-            incoming += chunk
-    answers.put(bytes(incoming))
-
-
 def _read_messages(value: Any) -> list[Message]:
     return [{"role": m.get("role", "user"), "content": m["content"]} for m in value]
 
@@ -224,7 +187,7 @@ def _read_step(answer: Any) -> Step:
 
 if __name__ == "__main__":
     try:
-        serve(" ".join(sys.argv[1:]))
+        main(" ".join(sys.argv[1:]))
     except UsageError as error:
         print(f"environments.adapters.remote: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
