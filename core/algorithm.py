@@ -21,9 +21,8 @@ algorithms/README.md has an example.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, wraps
-from inspect import signature
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -150,61 +149,13 @@ def _load(algo: str) -> Any:
     options: type = module.Options
     if not is_dataclass(options):
         raise UsageError(f"--algo {algo}: Options must be a dataclass")
-    for field in fields(options):
-        if field.default is field.default_factory is MISSING:
-            raise UsageError(f"--algo {algo}: Options.{field.name} needs a default")
-    if old := {"NEEDS", "needs"} & {*vars(module)}:
-        raise UsageError(f"--algo {algo}: {old.pop()} belongs into Options now: "
-                         'needs = {"groups"} (algorithms/README.md)')  # fmt: skip
-    for part in PARTS[:2]:
-        if not hasattr(vars(module)[part], "__wrapped__"):
-            vars(module)[part] = _checked(algo, part, vars(module)[part])
     if not issubclass(options, LoopOptions):  # the loop reads them, too
         both = type("Options", (options, LoopOptions), {"__module__": module.__name__})
         vars(module)["Options"] = both
     return module
 
 
-def _checked(algo: str, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a user's file; what it does wrong with `tokens` is one line."""
-    try:
-        signature(function).bind("tokens", "options")
-    except TypeError:
-        raise UsageError(
-            f"--algo {algo}: {part} takes (tokens, options); log-probs and values are vectors in "
-            "tokens (algorithms/README.md)"
-        ) from None
-
-    @wraps(function)
-    def call(tokens: Any, options: Any) -> Any:
-        try:
-            found = function(tokens, options)
-        except AttributeError as error:
-            if error.obj is not tokens:
-                raise
-            raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
-        if part == "compute_loss":
-            is_pair = isinstance(found, tuple) and len(found) == 2
-            loss, metrics = found if is_pair else (found, None)
-            wrong = "" if isinstance(metrics, dict) else "; there is no dict"
-            if getattr(loss, "shape", None) != ():
-                wrong = f"; its loss is {_describe(loss)}"
-            for name, x in (metrics or {}).items():
-                if not isinstance(x, int | float) and getattr(x, "shape", None) != ():
-                    wrong = f"; the metric {name} is {_describe(x)}, not a number"
-            if wrong:
-                raise UsageError(f"--algo {algo}: compute_loss must return (loss, metrics): a "
-                                 f"tensor of shape [] and a dict of numbers{wrong}")  # fmt: skip
-        return found
-
-    return call
-
-
-def _describe(x: Any) -> str:
-    return f"of shape {[*x.shape]}" if hasattr(x, "shape") else f"of type {type(x).__name__}"
-
-
-def describe_options(name: str, options: LoopOptions) -> str:
-    """The options in one line; "" if there are none."""
-    words = [f"{f.name}={getattr(options, f.name)}" for f in fields(options)]  # type: ignore
-    return f"{name}: {' '.join(words)}" if words else ""
+def describe_options(cfg: Any) -> str:
+    """The algorithm's options in one line; "" if there are none."""
+    words = [f"{name}={value}" for name, value in vars(cfg.options).items()]
+    return f"{name_of(cfg.algo)}: {' '.join(words)}" if words else ""

@@ -8,14 +8,13 @@ and `Needs` beside its type are what `validate` checks.
 The module does not import torch.
 """
 
-import difflib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from algorithms.options import (
     KL,
@@ -29,7 +28,6 @@ from algorithms.options import (
 from core.algorithm import (
     NEEDS,
     absolute_algorithm,
-    describe_options,
     name_of,
     options_of,
 )
@@ -274,13 +272,9 @@ COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")
 # Settings, with some values or any but the default, that contradict each other, or of which one has
 # no effect
 CONFLICTS = [
-    ("quantize", "sampler=openai vllm server"), ("quantize", "dtype=float64"),
-    ("top_k", "sampler=openai server"), ("top_p", "sampler=server"),  # which tokens were kept?
-    ("stop", "sampler=openai server"),
-    ("template_options", "sampler=openai"), ("dtype=float64", "sampler=vllm"),
-    ("vllm_eager", "sampler=torch openai server"),
-    ("optimizer=adamw8bit", "dtype=float64"),
-    ("overlap", "curriculum"), ("keep_best", "sampler=openai"),
+    ("quantize", "sampler=vllm server"), ("dtype=float64", "sampler=vllm"),
+    ("top_k", "sampler=server"), ("top_p", "sampler=server"),  # which tokens were kept?
+    ("stop", "sampler=server"), ("overlap", "curriculum"),
 ]  # fmt: skip
 # What an algorithm refuses, by its needs (core/algorithm.py)
 REFUSED = {
@@ -295,6 +289,7 @@ PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "optimizer=adamw8bit": ("bitsandbytes", "quantize"),
     **{f"track={name}": (name, "track") for name in ("wandb", "tensorboard", "trackio")},
 }  # fmt: skip
+URL = r"https?://[\w.:\[\]-]+(/[\w./-]*)?"  # of --base-url; config.yaml stores it: no secrets
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
@@ -307,7 +302,11 @@ def resolve(cfg: Config) -> Config:
     named = ("model_id", "teacher")
     folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
-    cfg = replace(cfg, options=(cfg.options or options_of(cfg.algo)()).with_preset())
+    kind = options_of(cfg.algo)
+    if not isinstance(cfg.options, kind | None):
+        raise UsageError(f"Config.options: give {kind.__module__}.{kind.__name__}, which are those "
+                         f"of --algo {cfg.algo}")  # fmt: skip
+    cfg = replace(cfg, options=(cfg.options or kind()).with_preset())
     defaults = defaults_for(cfg)
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
     if cfg.overlap:
@@ -345,18 +344,6 @@ def needs(cfg: Config) -> set[str]:
     return {*(cfg.options or options_of(cfg.algo)()).needs}
 
 
-def similar(name: str, names: Iterable[str]) -> str:
-    """The one of `names` of which `name` is a misspelling, or ""; hyphens count as underscores.
-
-    >>> similar("Env", ["env"]), similar("end", ["env"])
-    ('env', '')
-    """
-    words = {word.replace("-", "_"): word for word in names}
-    name = name.lower().replace("-", "_")
-    close = difflib.get_close_matches(name, words, n=1, cutoff=0.85)
-    return words[close[0]] if close else ""
-
-
 def is_installed(package: str) -> bool:
     """Whether `package` can be imported. A folder of that name, such as the `wandb/` that a tracked
     run leaves behind, is no package."""
@@ -378,14 +365,6 @@ def parse_template_options(text: str) -> dict[str, Any]:
     """
     pairs = key_value_pairs(text, f"--template-options {text}")
     return {key: read_literal(value) for key, value in pairs.items()}
-
-
-def remarks(cfg: Config) -> Iterator[str]:
-    """Lines about valid settings that may surprise; shown when the run starts."""
-    yield describe_options(name_of(cfg.algo), cfg.options)
-    if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps and not cfg.teacher:
-        yield ("--kl-coef with LoRA: the reference policy is the base model without "
-               "adapters, so the KL includes the change by the warm start")  # fmt: skip
 
 
 def flag(name: str) -> str:
@@ -412,8 +391,8 @@ def _shown(cfg: Config, text: str) -> str:
 
 def _problems(cfg: Config) -> Iterator[str]:
     """What is wrong with the settings. Each check may rely on the checks before it."""
-    yield from _text_problems(cfg)
-    yield from _range_problems(cfg)
+    yield from _value_problems(cfg)
+    parse_template_options(cfg.template_options)  # raises UsageError
     for name, other in facts_of(Needs, Config).items():
         setting, _, value = other.setting.partition("=")
         found = getattr(cfg, setting)
@@ -426,23 +405,19 @@ def _problems(cfg: Config) -> Iterator[str]:
     for text, (package, extra) in PACKAGES.items():
         if is_set(cfg, text) and not is_installed(package):
             yield f'{_shown(cfg, text)}: {package} is not installed; pip install -e ".[{extra}]"'
-    if cfg.sampler == "openai":
-        if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
-            yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
-        yield from _url_problems(cfg.base_url, "--base-url")
-    if not all(cfg.stop):
-        yield "--stop: an empty text would end every completion; remove it"
-    if cfg.warmup_updates >= max(1, cfg.num_updates) and cfg.warmup_updates:
-        yield (f"--warmup-updates {cfg.warmup_updates}: the learning rate would not reach --lr in "
-               f"{cfg.num_updates} updates; choose fewer")  # fmt: skip
+    if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
+        yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
+    if cfg.sampler in ("openai", "server") and not re.fullmatch(URL, cfg.base_url):
+        yield "--base-url must look like http://127.0.0.1:8000/v1, without a password or query"
     if cfg.overlap and cfg.staleness > 1:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
-    if cfg.sampler == "server":
-        yield from _url_problems(cfg.base_url, "--base-url")
-        if not cfg.lora_rank:
-            yield ("--sampler server sends adapters only: add --lora-rank, or train all weights "
-                   "with another sampler")  # fmt: skip
-    yield from _task_problems(cfg)
+    if cfg.sampler == "server" and not cfg.lora_rank:
+        yield ("--sampler server sends adapters only: add --lora-rank, or train all weights "
+               "with another sampler")  # fmt: skip
+    for specs in (cfg.env, cfg.eval_env):
+        texts = dict.fromkeys(map(str, specs))
+        if len({spec.short for spec in specs}) < len(texts):
+            yield f"{' '.join(texts)}: two environments have the same file name; rename one"
     yield from _algorithm_problems(cfg)
 
 
@@ -457,19 +432,6 @@ def _algorithm_problems(cfg: Config) -> Iterator[str]:
                 yield f"{_shown(cfg, text)}: --algo {name} {why}; change or remove it"
     if "groups" in reasons and cfg.num_updates and cfg.group_size < 2:
         yield f"--group-size 1: --algo {name} {NEEDS['groups']}"
-
-
-def _text_problems(cfg: Config) -> Iterator[str]:
-    for name in ("env", "model_id", "device"):
-        if not getattr(cfg, name):
-            yield f"{flag(name)} is empty"
-    for name, value in vars(cfg).items():
-        for text in map(str, value) if isinstance(value, tuple) else [value]:
-            if name == "system_prompt":  # may have several lines
-                text = text.replace("\n", " ").replace("\t", " ")
-            if isinstance(text, str) and not text.isprintable():
-                yield f"{flag(name)} has unprintable characters: {text!a}"
-    parse_template_options(cfg.template_options)  # raises UsageError
 
 
 def facts_of(kind: type[T], cls: type) -> dict[str, T]:
@@ -492,44 +454,29 @@ def range_problem(name: str, value: float, allowed: Range) -> str:
     >>> range_problem("tis_cap", 0.5, Range(1, 10**6, or_zero=True))
     '--tis-cap must be 0 or from 1 to 1,000,000, not 0.5'
     """
-    if allowed.low <= value <= allowed.high or (value == 0 and allowed.or_zero):  # NaN is neither
-        return ""
+    is_number = isinstance(value, int | float)
+    if is_number and (allowed.low <= value <= allowed.high or (value == 0 and allowed.or_zero)):
+        return ""  # NaN is not in it
     span = f"{'0 or ' if allowed.or_zero else ''}from {allowed.low:,} to {allowed.high:,}"
     return f"{flag(name)} must be {span}, not {f'{value}':.30}"
 
 
-def _range_problems(cfg: Config) -> Iterator[str]:
+def _value_problems(cfg: Config) -> Iterator[str]:
+    if not cfg.env:
+        yield "--env is empty"
     for settings, prefix in ((cfg, ""), (cfg.options, f"{name_of(cfg.algo)}.")):
         for name, allowed in facts_of(Range, type(settings)).items():
             value = getattr(settings, name)
             if value is not None and (problem := range_problem(prefix + name, value, allowed)):
                 yield problem
+        for name, kind in get_type_hints(type(settings)).items():
+            words, value = get_args(kind), getattr(settings, name)
+            if all(isinstance(word, str) for word in words) and words and value not in words:
+                yield f"{flag(prefix + name)} {value}: choose {', '.join(words)}"
     rollouts = cfg.num_prompts * cfg.group_size
-    for name, valid_value, what in [
-        ("num_minibatches", cfg.num_minibatches <= rollouts,
-         f"at most --num-prompts * --group-size = {rollouts}"),
-        ("max_model_len", cfg.max_model_len > cfg.max_tokens,
-         f"more than --max-tokens = {cfg.max_tokens}, to leave room for a prompt"),
-    ]:  # fmt: skip
-        if not valid_value:
-            yield f"{flag(name)} must be {what}, not {getattr(cfg, name)}"
-
-
-def _task_problems(cfg: Config) -> Iterator[str]:
-    for specs in (cfg.env, cfg.eval_env):
-        texts = dict.fromkeys(map(str, specs))
-        if len({spec.short for spec in specs}) < len(texts):
-            yield f"{' '.join(texts)}: two environments have the same file name; rename one"
-
-
-def _url_problems(url: str, subject: str) -> Iterator[str]:
-    if set("@?#") & set(url):  # may contain a secret, so the message does not repeat it
-        yield (f"{subject} must have no user, password or query, because config.yaml "
-               "stores it; put a key into the variable OPENAI_API_KEY")  # fmt: skip
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number
-        valid = False
-    if not valid:
-        yield f"{subject} must look like http://127.0.0.1:8000/v1, not {url!r}"
+    if cfg.num_minibatches > rollouts:
+        yield (f"--num-minibatches must be at most --num-prompts * --group-size = {rollouts}, not "
+               f"{cfg.num_minibatches}")  # fmt: skip
+    if cfg.max_model_len <= cfg.max_tokens:
+        yield (f"--max-model-len must be more than --max-tokens = {cfg.max_tokens}, to leave room "
+               f"for a prompt, not {cfg.max_model_len}")  # fmt: skip

@@ -15,21 +15,13 @@ from core.settings import config_to_dict, read_config
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "algorithms/README.md").read_text(encoding="utf-8")
 MINE = README.partition("```python\n")[2].partition("```")[0]
-OPTIONS = """from enum import Enum
-from pathlib import Path
+OPTIONS = """from pathlib import Path
 from dataclasses import field
-import numpy as np
-
-
-class Mode(str, Enum):
-    FAST = "quick"
 
 
 @dataclass(frozen=True)
 class Options(LoopOptions):
     clip_high: float = float("inf")
-    step: float = np.float64(0.5)
-    mode: Mode = Mode.FAST
     path: Path = Path("a b")
     parts: dict[str, float] = field(default_factory=lambda: {"a": 1.0, "b": 2.0})
     ids: set[int] = field(default_factory=lambda: {3, 4})
@@ -37,7 +29,6 @@ class Options(LoopOptions):
     limit: int | None = None
     on: bool = True
 """
-LOSS = "def compute_loss(tokens, options): return "
 LAST = "return advantages[turns.of_token]  # [S]: of each sampled token"
 WITH_METRIC = """return {"advantages": advantages[turns.of_token], "mine/best": advantages.mean()}
 
@@ -71,28 +62,16 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
     assert code == 0 and "mine.clip_high 0.28 -> 0.3" in out
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (MINE.replace("import compute_loss", "import Options as Other"), "it has no compute_loss"),
-        ("import nonsense_module\n", "ModuleNotFoundError: No module named 'nonsense_module' "
-                                     "(mine.py, line 1)"),
-        (MINE.replace("@dataclass(frozen=True)\n", ""), "Options must be a dataclass"),
-        (MINE.replace("float = 0.2  #", "float  #"), "Options.clip_low needs a default"),
-        (MINE.replace('{"groups", ', '{"group", '), "needs 'group': choose groups, value_head, "),
-        (MINE + "NEEDS = {'groups'}", "mine.py: NEEDS belongs into Options now: needs = {"),
-        (MINE + "def compute_loss(logprobs, micro, options): ...", "compute_loss takes (to"),
-        (MINE.replace("turns_of(tokens)", "tokens.turn_ids"), "turn_ids is not known of these tok"),
-        (MINE.replace("[turns.of_token]", "[:, None]"), "advantages has the shape [8, 1], not ["),
-        (MINE + LOSS + "tokens.logprobs, {}", "its loss is of shape ["),
-        (MINE + LOSS + "tokens.logprobs.sum()", "there is no dict"),
-        (MINE.replace("turns_of(tokens)", "tokens.old_logprobs"), "old_logprobs is not known of"),
-        (MINE.replace("return advantages[turns.of_token]",
-                      "a = advantages[turns.of_token]; return dict(advantages=a, in_loss=a)"),
-         "in_loss is a vector of the loop"),
-    ],
-    ids=range(13),
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "named"), [
+    (MINE.replace("import compute_loss", "import Options as Other"), "it has no compute_loss"),
+    ("import nonsense_module\n", "'nonsense_module' (mine.py, line 1)"),
+    (MINE.replace("@dataclass(frozen=True)\n", ""), "Options must be a dataclass"),
+    (MINE.replace('{"groups", ', '{"group", '), "needs 'group': choose groups, value_head, "),
+    (MINE.replace("[turns.of_token]", "[:, None]"), "advantages has the shape [8, 1], not ["),
+    (MINE.replace("return advantages[turns.of_token]",
+                  "a = advantages[turns.of_token]; return dict(advantages=a, in_loss=a)"),
+     "in_loss is a vector of the loop"),
+], ids=range(6))  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
     code, _, err = command(*SHORT, "--algo", "mine.py", "--num-updates", "1")

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from conftest import SMALL
 
-from core import settings
 from core.faults import UsageError
 from core.files import run_folder
 from core.files.run_folder import create_run, lock_run, new_folder
@@ -119,22 +118,3 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
         assert code == 0, stderr
         saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
         assert saved["template_options"] == "brief=true,today=2025-03-09"
-
-
-def test_settings_that_no_longer_exist_are_left_out_with_a_line(tmp_path, capsys):
-    file = tmp_path / "config.yaml"
-    file.write_text("algo: grpo\npatience: 3\nlr: 0.5\nstop_on: [any]\n")
-    assert settings.parse(["--config", str(file)]).lr == 0.5
-    line = f"{file}: picoRL no longer has patience, stop_on: left out\n"
-    assert capsys.readouterr().err == line
-
-
-def test_adapters_of_another_alpha_than_twice_the_rank_are_not_trained_on(tmp_path):
-    file = tmp_path / "config.yaml"
-    for alpha in ("0.0", "4"):
-        file.write_text(f"lora_rank: 2\nlora_alpha: {alpha}\n")
-        assert settings.parse(["--resume", str(tmp_path)]).lora_rank == 2
-    file.write_text("lora_rank: 2\nlora_alpha: 3\n")
-    with pytest.raises(UsageError, match="lora_alpha is 3"):
-        settings.parse(["--resume", str(tmp_path)])
-    assert settings.parse(["--config", str(tmp_path)]).lora_rank == 2

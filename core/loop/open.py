@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from core import config, distributed, memory, tasks
-from core.algorithm import Algorithm, load_algorithm
+from core.algorithm import Algorithm, describe_options, load_algorithm
 from core.config import Config
 from core.files import checkpoint, run_folder
 from core.files.atomic import scratch_folder
@@ -89,7 +89,13 @@ def _opened(
         closing(Ahead(interrupt)) as ahead,
     ):
         sampler.say = interrupt.say = outputs.say
-        lines = [*policy.remarks, sampler.remark, *config.remarks(cfg), *budget, *algorithm.remarks]
+        lines = [
+            *policy.remarks,
+            sampler.remark,
+            describe_options(cfg),
+            *budget,
+            *algorithm.remarks,
+        ]
         if not new and not found.folder:
             lines.append(f"{folder} has no checkpoint yet: starting from the beginning")
         if not new and 0 < cfg.num_updates <= progress["update"]:

@@ -9,7 +9,7 @@ from typing import Any
 from environments.base import UsageError
 
 # the dependencies of pyproject.toml
-NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro typeguard rich matplotlib
+NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro rich matplotlib
     yaml numpy httpx filelock jsonschema starlette uvicorn""".split()
 
 # PathFinder is quick; an editable installation has a finder of its own, which find_spec asks
