@@ -64,7 +64,7 @@ class Options(LoopOptions):
     presets = LOSS_TYPES
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "max_rl"] = "dapo"
-    """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
+    """Variant of GRPO: sets every option below that you do not give."""
     scale_rewards: Scale | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns, or by the
     absolute mean of the group's, for returns that are not negative."""
@@ -76,8 +76,6 @@ class Options(LoopOptions):
     """token: the mean over all tokens; sequence: the mean of each rollout, then over rollouts;
     prompt: the mean of each group, then over groups; constant: the sum divided by rollouts ·
     max_tokens."""
-    dual_clip: Annotated[float, Range(1.01, 1000, or_zero=True)] = 0.0
-    """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
     @property
     def needs(self) -> Set[str]:
@@ -122,7 +120,5 @@ def compute_loss(tokens: Tokens, options: Any) -> tuple[Tensor, dict[str, float]
     # the smaller of the two: beyond the clip, a further change in the intended direction gains
     # nothing, and a change in the wrong direction still costs
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    if options.dual_clip:  # bounds the loss where the ratio is large and A is negative
-        surrogate = surrogate.maximum(options.dual_clip * advantages.clamp(max=0))
     loss = -(tokens.token_weights * tokens.importance_weights * surrogate).sum()
     return loss, surrogate_metrics(tokens, ratio, low, high)

@@ -2,6 +2,7 @@
 
 import io
 import re
+import runpy
 import shlex
 import tomllib
 from dataclasses import fields
@@ -152,6 +153,12 @@ def test_both_pages_show_the_same_environment_and_it_has_no_problem(command):
     assert PARITY in (ROOT / "environments/README.md").read_text()
     Path("parity.py").write_text(PARITY)
     assert not check_env("parity.py:Parity", 3, other_process=False).problems
+
+
+def test_the_diffs_of_the_algorithms_are_those_of_their_files():
+    page = (ROOT / "algorithms/README.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(ROOT / "runs/diffs.py"))["with_diffs"](page) == page
+    assert page.count("```diff") == 6
 
 
 def test_the_python_example_trains(command, monkeypatch):
