@@ -1,4 +1,4 @@
-"""Writes the diffs of algorithms/README.md, from each algorithm to the next: python runs/diffs.py"""
+"""Writes the diffs of algorithms/README.md, from one algorithm to the next: runs/diffs.py"""
 
 import ast
 import difflib
