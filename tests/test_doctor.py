@@ -33,50 +33,55 @@ def trained(after, rewards=lambda n: n / 50, updates=20, **metrics):
     return rows
 
 
-def test_a_healthy_run_has_one_finding_with_the_next_step():
-    (found,) = shown(trained(evaluation(0.5, p=1e-9)))
-    assert found.text == (
-        "It learns: held-out accuracy on sums [95%]: 0.20 [0.15, 0.25] before RL -> "
-        "0.50 [0.45, 0.55] after 20 updates (256 tasks, McNemar's p = 1e-09)"
-    )
-    assert found.next == (
-        "more updates, as the reward still rises (0.26 to 0.36 in the last 5 updates): "
-        "python train.py --resume runs/a --num-updates 40"
-    )
+def edited(rows, at):
+    rows[at]["warnings"] = {"changed_code": "rewards.py changed"}
+    return rows
 
 
-@pytest.mark.parametrize(("records", "verdict", "step"), [
-    (trained(evaluation(0.97, p=1e-9)), "It learns", "python train.py --config runs/a --algo rein"),
+SOLVED = evaluation(0.97, p=1e-9)
+EARNS = evaluation(0.0, p=1.0, return_mean=0.7, return_low=0.6, return_high=0.8)
+NO_ANSWER = [{"update": 0} | evaluation(0.0, return_mean=0.4), update(1) | EARNS]
+
+
+@pytest.mark.parametrize(("records", "text", "step"), [
+    (trained(evaluation(0.5, p=1e-9)),
+     "It learns: held-out accuracy on sums [95%]: 0.20 [0.15, 0.25] before RL -> "
+     "0.50 [0.45, 0.55] after 20 updates (256 tasks, McNemar's p = 1e-09)",
+     "more updates, as the reward still rises (0.26 to 0.36 in the last 5 updates): "
+     "python train.py --resume runs/a --num-updates 40"),
+    (trained(SOLVED), "It learns", "harder"),
+    (trained(SOLVED, **{"update/steps": 0}), "It learns", "still rises"),  # nothing was trained
     (trained(evaluation(1.0, p=1e-3, low=0.2)), "It learns", "still rises"),  # few tasks
     (trained(evaluation(0.1, p=1e-9), lambda n: 1 - n / 50), "It has become worse", "--lr"),
     (trained(evaluation(0.23, p=0.4), lambda n: 0.5), "The change may be chance", "--eval-num"),
     (trained(evaluation(0.5, p=1e-9), length__hit=1, updates=4), "It learns", "too few"),
     (trained(evaluation(0.5, p=1e-9), **{"length/hit_token_limit": 0.3}), "It learns", "--max-tok"),
     (trained(evaluation(0.5)), "Held-out accuracy", "more updates"),  # of other tasks: no p
-    ([{"update": 0} | evaluation(0.2)], "Held-out accuracy", ""),
+    (NO_ANSWER, "No answer counts as right", "too few"),
+    ([{"update": 0} | evaluation(0.2)], "Held-out accuracy on sums [95%]: 0.20 [0.15, 0.25]", ""),
 ])  # fmt: skip
-def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(records, verdict, step):
+def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(records, text, step):
     (found,) = shown(records)
-    assert found.text.startswith(f"{verdict}") and step in found.next
-    assert bool(step) == bool(found.next)
+    assert found.text.startswith(text) and step in found.next and bool(step) == bool(found.next)
+    assert ("mean return 0.40 -> 0.70 [0.60, 0.80]" in found.text) == (records is NO_ANSWER)
 
 
-def test_where_no_answer_counts_as_right_the_mean_return_is_shown():
-    rows = [{"update": 0} | evaluation(0.0, return_mean=0.4), update(1)]
-    rows[-1] |= evaluation(0.0, p=1.0, return_mean=0.7, return_low=0.6, return_high=0.8)
-    (found,) = shown(rows)
-    assert found.text.startswith("No answer counts as right")
-    assert "mean return 0.40 -> 0.70 [0.60, 0.80]" in found.text
+def test_what_was_evaluated_before_an_edit_is_not_compared():
+    *_, alone = shown(edited(trained(evaluation(0.5, p=1e-9)), at=3))
+    assert "->" not in alone.text and alone.text.endswith("0.50 [0.45, 0.55]")
+    rows = edited(trained(evaluation(0.5)), at=3)
+    rows[4] |= evaluation(0.3)
+    assert "0.30 [0.25, 0.35] at update 4 -> 0.50" in shown(rows)[-1].text
 
 
-def test_logged_warnings_come_first_in_their_order_with_what_to_try():
+def test_logged_warnings_come_first_a_cause_before_what_follows_from_it():
     rows = trained(evaluation(0.1, p=1e-9))
-    rows[5]["warnings"] = {"stale_weights": "the sampler lacks 1; try --sampler torch"}
-    rows[7]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
+    rows[5]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
+    rows[7]["warnings"] = {"stale_weights": "the sampler lacks 1; try --sampler torch"}
     rows[18]["warnings"] = {"kl_runaway": "KL 0.3; try a lower --lr"}
     stale, kl, accuracy = shown(rows)
-    assert stale == ("stale_weights at update 5: the sampler lacks 1", "--sampler torch")
-    assert kl == ("kl_runaway at update 7, 18: KL 0.2", "a lower --lr")
+    assert stale == ("stale_weights at update 7: the sampler lacks 1", "--sampler torch")
+    assert kl == ("kl_runaway at update 5, 18: KL 0.2", "a lower --lr")
     assert "0.20" in accuracy.text and accuracy.next == ""  # the warnings say what to do
 
 
@@ -104,16 +109,13 @@ def test_recorded_runs_that_learn_have_one_finding(pattern):
 
 def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rows = {"a": trained(evaluation(0.5, p=1e-9)), "b": [update(1)]}
-    for name, records in rows.items():
+    for name, records in {"a": trained(evaluation(0.5, p=1e-9)), "b": [update(1)]}.items():
         Path(name).mkdir()
         Path(f"{name}/config.yaml").write_text("lr: 1e-5\nalgo: grpo\n")
-        text = "".join(json.dumps(row) + "\n" for row in records)
-        Path(f"{name}/metrics.jsonl").write_text(text)
-    assert doctor.main(["a"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("It learns: ") and second.startswith("  next: ")
+        Path(f"{name}/metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     assert doctor.main(["a", "b"]) == 0
-    assert [line[:3] for line in capsys.readouterr().out.splitlines()] == ["a: ", "a: ", "b: "]
+    learns, following, nothing = capsys.readouterr().out.splitlines()
+    assert learns.startswith("a: It learns: ") and following.startswith("a:   next: ")
+    assert nothing.startswith("b: Nothing")
     assert doctor.main(["none"]) == 2 and "none" in capsys.readouterr().err
     assert doctor.main([]) == 2

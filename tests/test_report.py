@@ -1,8 +1,10 @@
-"""Reports: the data of report.html, the table of a comparison, the README and picture of a run."""
+"""Reports: the data of report.html, a comparison and a board of runs, the pages of a run."""
 
+import importlib
 import json
 import re
 import shlex
+import sys
 
 import pytest
 import yaml
@@ -12,7 +14,7 @@ from core.report import compare, curves, page
 from core.report.doctor import final_lines
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
-          "sampler": "auto"}  # fmt: skip
+          "sampler": "auto", "eval_num_tasks": 256, "max_sampled_tokens": 0}  # fmt: skip
 MARKUP = "</p></script><script>alert(1)</script><!--<img src=x onerror=a> &amp; $data \u2028 \ud800"
 
 
@@ -30,23 +32,25 @@ def row(kind, update, seed, completion, reward=0.0, prompt=None, **changes):
     }  # fmt: skip
 
 
-def trace(texts, sampler, trainer, after, advantage):
-    return {"text": texts, "sampler": sampler, "trainer": trainer, "after": after,
-            "advantage": advantage}  # fmt: skip
+def trace(texts, *columns):
+    return dict(zip(("text", "sampler", "trainer", "after", "advantage"), (texts, *columns),
+                    strict=True))  # fmt: skip
 
 
-def long_trace(tokens):
-    return trace(["word"] * tokens, *[[-0.1234] * tokens] * 4)
-
-
-def evaluated(update, accuracy):
-    values = {"accuracy": accuracy, "ci_low": accuracy - 0.1, "ci_high": accuracy + 0.1}
+def evaluated(update, accuracy, **more):
+    values = {"accuracy": accuracy, "ci_low": accuracy - 0.1, "ci_high": accuracy + 0.1} | more
     return {"update": update, **{f"eval/adding/{k}": v for k, v in values.items()}}
 
 
 def trained(*updates):
     found = {"reward/mean": 0.5, "reward/std": 0.1, "tokens/sampled": 100}
     return [{"update": update} | found for update in updates]
+
+
+def run_of(*accuracies):
+    """The metrics of a run that is evaluated before update 1 and after each, of 100 tokens."""
+    updates = [{}, *trained(*range(1, len(accuracies)))]
+    return [r | evaluated(u, a) for u, (r, a) in enumerate(zip(updates, accuracies, strict=True))]
 
 
 def data_of(path):
@@ -73,15 +77,10 @@ def report_data(folder, metrics=(), rollouts=(), config=CONFIG):
     """The data in the report of a run with these metrics and rollouts."""
     path = write_report(write_run(folder, metrics, rollouts, config), config)
     assert path == folder / "report.html" and not list(folder.glob(".part-*"))
-    assert path.stat().st_size <= 10_000_000
     return data_of(path)[0]
 
 
-def updates_of(data, kind="train"):
-    return [batch["update"] for batch in data["batches"] if batch["kind"] == kind]
-
-
-def test_page_keeps_text_inside_its_data(tmp_path):
+def test_text_of_others_stays_text(tmp_path):
     texts = dict.fromkeys(("prompt", "agent", "error", "env"), MARKUP)
     rows = [row("train", 1, 9, f"{MARKUP}\u202e", **texts)]
     data = report_data(tmp_path, trained(1), rows, {**CONFIG, "model_id": MARKUP})
@@ -93,69 +92,61 @@ def test_page_keeps_text_inside_its_data(tmp_path):
     rollout = group["rollouts"][0]
     assert rollout["messages"] == [["assistant", f"{MARKUP}\ufffd"]] and rollout["error"] == MARKUP
     assert data["model"] == MARKUP
-
-
-def test_no_text_of_a_page_is_read_as_markup():
-    markup = (
-        "innerHTML|outerHTML|insertAdjacentHTML|document.write|DOMParser|createContextualFragment"
-    )
+    markup = "innerHTML|outerHTML|insertAdjacentHTML|document.write|DOMParser|createContextual"
     assert not re.search(markup, page.TEMPLATE.read_text(encoding="utf-8"))
 
 
-def test_group_is_one_task_of_one_agent_with_one_prompt(tmp_path):
+def test_a_group_is_one_task_of_one_agent_and_messages_follow_the_prompt(tmp_path):
     rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
     rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
     rows += [row("train", 1, 2, "z", None, agent="black", prompt="another prompt")]
-    groups = report_data(tmp_path, trained(1), rows)["batches"][0]["groups"]
-    assert [(g["seed"], g["agent"], len(g["rollouts"])) for g in groups] == [
-        (1, "white", 2), (1, "black", 1), (2, "white", 1), (2, "black", 2),
+    game = row("train", 1, 3, "first move", rewards=[0.25, 0.5])
+    game["messages"] = [
+        {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"},  # an example
+        *game["messages"], {"role": "user", "content": "a reply"},
+        {"role": "assistant", "content": "second move"}, {"role": "user", "content": "the end"},
     ]  # fmt: skip
-    assert groups[0]["prompt"] == [["user", "task 1"]]
+    groups = report_data(tmp_path, trained(1), [*rows, game])["batches"][0]["groups"]
+    assert [(g["seed"], g["agent"], len(g["rollouts"])) for g in groups] == [
+        (1, "white", 2), (1, "black", 1), (2, "white", 1), (2, "black", 2), (3, "player", 1),
+    ]  # fmt: skip
     first, second = groups[0]["rollouts"]
     assert (first["return"], first["correct"], "hit_token_limit" in first) == (0.0, False, False)
     assert (second["return"], second["correct"], second["hit_token_limit"]) == (1.0, True, True)
     assert groups[3]["rollouts"][1]["prompt"] == [["user", "another prompt"]]
-
-
-def test_messages_of_the_policy_follow_the_prompt_and_its_examples(tmp_path):
-    examples = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    game = row("train", 1, 1, "first move", rewards=[0.25, 0.5])
-    game["messages"] = [
-        *examples, *game["messages"], {"role": "user", "content": "a reply"},
-        {"role": "assistant", "content": "second move"}, {"role": "user", "content": "the end"},
-    ]  # fmt: skip
-    (group,) = report_data(tmp_path, trained(1), [game])["batches"][0]["groups"]
-    assert [text for _, text in group["prompt"]] == ["1+1?", "2", "task 1"]
-    (rollout,) = group["rollouts"]
+    assert [text for _, text in groups[4]["prompt"]] == ["1+1?", "2", "task 3"]
+    (rollout,) = groups[4]["rollouts"]
     texts = [text for _, text in rollout["messages"]]
     assert texts == ["first move", "a reply", "second move", "the end"]
     assert rollout["rewards"] == [0.25, 0.5]
 
 
-def test_results_are_the_first_and_last_evaluations(tmp_path):
-    last = evaluated(3, 0.9) | trained(3)[0] | {"eval/adding/trivial": 0.25}
+def test_results_are_the_first_and_last_evaluations_since_the_code_changed(tmp_path):
+    last = trained(3)[0] | evaluated(3, 0.9, trivial=0.25)
     metrics = [evaluated(0, 0.2), *trained(1, 2), last, *trained(4)]
-    rows = [row("eval", u, seed, f"at {u}") for u in (0, 3) for seed in (1, 2)]
-    data = report_data(tmp_path, metrics, rows)
-    assert updates_of(data, "eval") == [0, 3]
+    data = report_data(tmp_path, metrics)
     (result,) = data["results"]
-    assert result["before"] == {"update": 0, "accuracy": 0.2, "low": 0.1, "high": 0.3,
-                                "trivial": None}  # fmt: skip
-    assert result["after"] == {"update": 3, "accuracy": 0.9, "low": 0.8, "high": 1.0,
-                               "trivial": 0.25}  # fmt: skip
+    before = {"update": 0, "accuracy": 0.2, "low": 0.1, "high": 0.3, "trivial": None}
+    after = {"update": 3, "accuracy": 0.9, "low": 0.8, "high": 1.0, "trivial": 0.25}
+    assert (result["before"], result["after"]) == (before, after)
     assert (result["tokens_to_target"], data["tokens"], data["num_updates"]) == (300, 400, 4)
+    metrics[1]["warnings"] = {"changed_code": "rewards.py"}
+    assert report_data(tmp_path, metrics)["results"][0]["before"] == after
+    other_data = [evaluated(0, 0.2), evaluated(3, 0.9, trivial=0.25, changed=5)]
+    assert report_data(tmp_path, other_data)["results"][0]["before"] == after
 
 
 def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatch):
-    rows = [row("train", u, s, "x" * 9000, token_traces=[long_trace(2000)])
-            for u in (1, 2, 3) for s in (1, 2)]  # fmt: skip
+    long = trace(["word"] * 2000, *[[-0.1234] * 2000] * 4)
+    rows = [row("train", u, s, "x" * 9000, token_traces=[long]) for u in (1, 2, 3) for s in (1, 2)]
     rows.append(row("eval", 3, 1, "right"))
     assert report_data(tmp_path, trained(1, 2, 3), rows)["left_out"] == ""
-    limit = page.TEMPLATE.stat().st_size + 210_000
+    limit = page.TEMPLATE.stat().st_size + 400_000
     monkeypatch.setattr(page, "PAGE_BYTES", limit)
     data = report_data(tmp_path, trained(1, 2, 3), rows)
     assert (tmp_path / "report.html").stat().st_size <= limit
-    assert (updates_of(data), updates_of(data, "eval")) == ([1, 3], [3])
+    kept = [(batch["kind"], batch["update"]) for batch in data["batches"]]
+    assert kept == [("train", 1), ("train", 3), ("eval", 3)]
     assert data["left_out"] == "the rollouts of 1 updates"
     shown = data["batches"][0]["groups"][0]["rollouts"][0]["messages"][0][1]
     assert "characters left out" in shown and shown.startswith("xxx") and shown.endswith("xxx")
@@ -171,9 +162,9 @@ def test_report_and_final_lines_have_the_warnings_the_accuracy_and_the_files(tmp
     ]  # fmt: skip
     assert "warnings" not in data["curves"]
     assert final_lines(write_run(tmp_path / "a", warned), CONFIG) == [
+        "sampler_gap at update 9: differ",  # a cause before its consequence
         "kl_runaway at update 9, 30: KL <b>0.1",
         "  next: less",
-        "sampler_gap at update 9: differ",
         "Held-out accuracy on adding [95%]: 0.20 [0.10, 0.30] before RL -> 0.60 [0.50, 0.70] after "
         "30 updates",
         f"curves: {tmp_path}/a/curves.png   rollouts: {tmp_path}/a/report.html",
@@ -181,92 +172,63 @@ def test_report_and_final_lines_have_the_warnings_the_accuracy_and_the_files(tmp
     ]
 
 
-@pytest.mark.parametrize(
-    "records",
-    [[{"sft_step": 20}], [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}]],
-)
-def test_pages_are_written_at_any_stage_of_a_run(tmp_path, records):
-    assert report.write_pages(write_run(tmp_path, records), CONFIG) == []
-    drawn = tmp_path / "curves.png"
+@pytest.mark.parametrize("records", [
+    [{"sft_step": 20}], [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}],
+    [evaluated(0, 0.2, trivial=0.1), {"update": 1, "reward/mean": 0.5, "info/speed": 1.0}],
+])  # fmt: skip
+def test_pages_are_written_at_any_stage_of_a_run_without_pyplot(tmp_path, monkeypatch, records):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # it would change the backend
+    importlib.reload(curves)
+    run = write_run(tmp_path / "a 'b'", records)
+    assert report.write_pages(run, CONFIG) == []
+    drawn = run / "curves.png"
     assert drawn.exists() == any("update" in record for record in records)
     assert not drawn.exists() or drawn.read_bytes().startswith(b"\x89PNG")
-    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert f"# {tmp_path.name}\n" in readme and "model `tiny`, seed 7" in readme
-    assert data_of(tmp_path / "report.html")[0]["batches"] == []
+    readme = (run / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith("# a 'b'\n") and "model `tiny`, seed 7" in readme
+    (data,) = data_of(run / "report.html")
+    assert data["batches"] == [] and data["command"] in readme
+    command = ["train.py", "--config", str(run / "config.yaml"), "--run-name", "again"]
+    assert shlex.split(data["command"])[1:] == command  # can be pasted
 
 
-def test_compare_prints_a_table_and_writes_one_page(tmp_path, monkeypatch, capsys):
-    """A run that reached accuracy 0.9 at its second update, and one that was never evaluated."""
-    good = [evaluated(0, 0.2), trained(1)[0] | {"time/train_s": 90.0}]
-    good += [trained(2)[0] | evaluated(2, 0.95)]
-    rows = [row("train", u, 1, f"by a at {u}", token_traces=[long_trace(9)]) for u in (1, 2)]
-    two_runs = [
-        write_run(tmp_path / "a", good, rows),
-        write_run(tmp_path / "b", trained(1), [row("train", 1, 1, "by b")], CONFIG | {"seed": 8}),
-    ]
-    monkeypatch.setenv("COLUMNS", "160")
-    assert compare.main([str(run) for run in two_runs]) == 0
-    out = capsys.readouterr().out
-    assert "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]" in out and "not evaluated" in out
-    assert str(tmp_path / "compare.html") in out.splitlines()[-1]
-    first, second = data_of(tmp_path / "compare.html")
-    assert (first["name"], second["name"], second["seed"]) == ("a", "b", 8)
-    assert updates_of(first) == [1, 2] and updates_of(second) == [1]
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+def test_compare_orders_runs_by_tokens_and_writes_one_page(tmp_path, capsys):
+    runs = {
+        "x/slow": run_of(0.4, 0.5, 0.6, 0.92),
+        "never": run_of(0.4, 0.7, 0.7, 0.7),
+        "y/slow": run_of(0.4, 0.91, 0.6),
+        "worst": run_of(0.4, 0.4),
+        "new": trained(1),
+    }
+    folders = [str(write_run(tmp_path / name, metrics)) for name, metrics in runs.items()]
+    assert compare.main(folders) == 0
+    lines = capsys.readouterr().out.splitlines()
+    order = [folders[i] for i in (2, 0, 1, 3, 4)]  # two have one name
+    assert [line.split(": grpo on adding: ")[0] for line in lines[:5]] == order
+    assert "0.40 [0.30, 0.50] -> 0.92 [0.82, 1.02]; 0.9 after 300 tokens; 300 tokens" in lines[1]
+    assert "0.9 not reached" in lines[2] and "not evaluated" in lines[4]
+    assert [run["name"] for run in data_of(tmp_path / "x/compare.html")] == folders
+    assert (tmp_path / "x/compare.png").read_bytes().startswith(b"\x89PNG")
+    assert compare.main([str(tmp_path / "none")]) == 2
 
 
-def test_the_folder_in_which_one_stands_has_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(write_run(tmp_path / "here", trained(1)))
-    assert compare.main(["."]) == 0
-    (run,) = data_of(tmp_path / "compare.html")
-    assert run["name"] == "here" and str(tmp_path / "here") in run["command"]
-
-
-def test_a_flag_that_is_always_true_where_it_is_reported_has_no_chart(tmp_path, monkeypatch):
-    flag = {"info/invalid": 1.0, "reported/invalid": 3, "policy/entropy": 0.5}
-    invalid, speed = [trained(1)[0] | flag], [trained(1)[0] | flag | {"info/speed": 1.0}]
-    assert report_data(tmp_path / "a", speed)["reported"] == ["info/speed"]
-    figures = []
-    monkeypatch.setattr(curves.plt, "close", figures.append)
-    for records in (invalid, speed):
-        curves.draw_curves(tmp_path / "c.png", records, "a")
-    panels = [figure.axes[3] for figure in figures]
-    assert [[*panel.lines[0].get_ydata()] for panel in panels] == [[0.5], [1.0]]
-    assert panels[1].get_title(loc="left") == "Speed"
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch, capsys):
-    figures, records = [], [evaluated(0, 0.2), *trained(1)]
-    monkeypatch.setattr(curves.plt, "close", figures.append)
-    monkeypatch.setenv("COLUMNS", "200")
-    folders = [tmp_path / name for name in ("one/a", "two/a", "b")]
-    assert compare.main([str(write_run(folder, records)) for folder in folders]) == 0
-    names = [*map(str, folders)]
-    assert [run["name"] for run in data_of(tmp_path / "one/compare.html")] == names
-    out = capsys.readouterr().out
-    assert all(name in out.replace("\n", "") for name in names)
-    legend = figures[0].axes[0].get_legend().get_texts()
-    assert [text.get_text() for text in legend][1:] == names
-
-
-def test_compare_orders_runs_by_the_tokens_that_they_sampled_until_the_target(tmp_path):
-    accuracies = {"slow": (0.4, 0.5, 0.6, 0.92), "never": (0.4, 0.7, 0.7, 0.7),
-                  "fast": (0.4, 0.91, 0.6, 0.6), "worst": (0.4, 0.4, 0.4, 0.4)}  # fmt: skip
-    runs = []
-    for name, values in accuracies.items():
-        updates = [
-            evaluated(u, a) | {"tokens/sampled": 100 * (u > 0)} for u, a in enumerate(values)
+def test_a_board_has_the_runs_of_one_environment_and_budget(tmp_path, capsys):
+    """Those without a budget, and folders that are no runs, are left out."""
+    write_run(tmp_path / "base", run_of(0.2))
+    for name, metrics, budget in (
+        ("a", run_of(0, 0.9), 100), ("b", run_of(0, 0.95), 100), ("c", run_of(0, 0.5), 50),
+    ):  # fmt: skip
+        write_run(tmp_path / name, metrics, config=CONFIG | {"max_sampled_tokens": budget})
+    (tmp_path / "page").mkdir()
+    boards = [["--board", str(tmp_path / "*")], ["--board", *map(str, sorted(tmp_path.iterdir()))]]
+    for words in boards:
+        assert compare.main(words) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "adding, 256 held-out tasks, 100 sampled tokens",
+            "  0.95 [0.85, 1.05]  b: grpo from tiny, 100 tokens, 0.0 min",
+            "  0.90 [0.80, 1.00]  a: grpo from tiny, 100 tokens, 0.0 min",
+            "adding, 256 held-out tasks, 50 sampled tokens",
+            "  0.50 [0.40, 0.60]  c: grpo from tiny, 100 tokens, 0.0 min",
         ]
-        runs.append((tmp_path / name, CONFIG, updates))
-    runs.append((tmp_path / "new", CONFIG, trained(1)))
-    assert [(row[0], row[5]) for row in compare.table_rows(runs)] == [
-        ("fast", "100"), ("slow", "300"), ("never", "not reached"), ("worst", "not reached"),
-        ("new", "not reached"),
-    ]  # fmt: skip
-
-
-def test_the_command_that_repeats_a_run_can_be_pasted(tmp_path):
-    run = write_run(tmp_path / "a 'b'", trained(1))
-    assert shlex.split(data_of(write_report(run, CONFIG))[0]["command"]) == [
-        "python", "train.py", "--config", str(run / "config.yaml"), "--run-name", "again",
-    ]  # fmt: skip
+    assert not (tmp_path / "compare.png").exists()
+    assert compare.main(["--board", str(tmp_path / "base")]) == 2

@@ -1,7 +1,7 @@
 """Reports about runs, made from their logs: README.md, curves.png, report.html, comparisons."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +23,24 @@ def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAG
     from core.report.page import write_page
     from core.report.summary import algorithm_title, write_readme
 
-    records = read_records(folder / METRICS)
-
-    def curves() -> None:
-        if not any("update" in record for record in records):
-            return
-        from core.report.curves import draw_curves  # imports matplotlib, which takes a second
-
-        envs = short_names(config["env"])
-        title = f"{algorithm_title(config)} on {envs} · {config['model_id']}"
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a name in a script without a font
-            draw_curves(
-                folder / "curves.png", records, f"{title} · seed {config['seed']}",
-                meanings(config["env"]),
-            )  # fmt: skip
-
-    pages: dict[str, Callable[[], object]] = {
-        "README.md": lambda: write_readme(folder, config, records),
-        "curves.png": curves,
-        "report.html": lambda: write_page(folder / "report.html", [(folder, config)]),
-    }
-    failed = []
+    failed, records = [], read_records(folder / METRICS)
     for name in names:
         try:
-            pages[name]()
+            if name == "README.md":
+                write_readme(folder, config, records)
+            elif name == "report.html":
+                write_page(folder / name, [(folder, config)])
+            elif any("update" in record for record in records):
+                from core.report.curves import draw_curves  # imports matplotlib: a second
+
+                title = f"{algorithm_title(config)} on {short_names(config['env'])}"
+                title += f" · {config['model_id']} · seed {config['seed']}"
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # names without a font, or without room
+                    draw_curves(folder / name, records, title, meanings(config["env"]))
         except (OSError, Fault):
             raise
         except Exception as error:
-            failed.append(f"{folder / name} cannot be made: {type(error).__name__}: "
-                          f"{one_line(error)[:200]}")  # fmt: skip
+            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+            failed.append(f"{folder / name} cannot be made: {reason}")
     return failed

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core import series
-from core.algorithm import name_of
+from core.diagnostics import SYMPTOMS
 from core.faults import UsageError
 from core.files.run_folder import again, quoted
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
@@ -25,6 +25,7 @@ from environments.plumbing.text import printable
 CLEAR = 0.05  # McNemar's p below which accuracy has changed
 SOLVED = 0.8  # the lower end of the accuracy's interval: of 64 answers 58 were right
 MANY_CUT = 0.1  # completions that end at the token limit
+SIGNS = {one.name for one in SYMPTOMS}  # what follows from a broken fact
 
 
 class Finding(NamedTuple):
@@ -35,12 +36,12 @@ class Finding(NamedTuple):
 
 
 def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
-    """What the log of a run shows, in this order: the warnings that it raised, and the accuracy on
-    each environment. What to do next about an accuracy follows from the warnings, if there are any.
-    """
+    """What the log of a run shows, in this order: the warnings that it raised, causes before what
+    follows from them, and the accuracy on each environment. What to do next about an accuracy
+    follows from the warnings, if there are any."""
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
     found = []
-    for name, updates, message in logged_warnings(records):
+    for name, updates, message in sorted(logged_warnings(records), key=lambda w: w[0] in SIGNS):
         text, _, advice = message.partition("; try ")
         example = _example(folder) if name == "no_reward" else ""
         at = f"{name} at update {', '.join(map(str, updates))}"
@@ -53,32 +54,29 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
 
 
 def _example(folder: Path) -> str:
-    """The first answer of training, whose reward a reader can judge, and its row in the data. Of an
-    episode with several it is the last one; the environment may speak after it."""
+    """The last answer of the first episode, whose reward a reader can judge, and its row in the
+    data."""
     for rollout in iter_records(folder / ROLLOUTS):
-        question = asked = answer = ""
-        for message in rollout.get("messages", []) if rollout.get("kind") == "train" else []:
-            text = printable(str(message.get("content")))[:200]
-            if message["role"] == "assistant":
-                asked, answer = question, text
-            elif message["role"] == "user":
-                question = text
-        if asked:
+        said = [(m["role"], str(m["content"])) for m in rollout.get("messages", [])]
+        answers = [i for i, (role, _) in enumerate(said) if role == "assistant"]
+        if rollout.get("kind") == "train" and answers:
+            answer, before = said[answers[-1]][1], said[: answers[-1]]
+            asked = [text for role, text in before if role == "user"][-1:]
+            answer, asked = (printable(text)[:200] for text in (answer, "".join(asked)))
             place = f" ({row})" if (row := rollout.get("info", {}).get("row")) else ""
             return f". The first answer was {answer!r}, to {asked!r}{place}"
     return ""
 
 
 def _accuracy(env: str, first: Record, last: Record) -> str:
-    """The held-out accuracy on `env` before RL and after, and whether the change may be chance; the
+    """The held-out accuracy on `env` before and after, and whether the change may be chance; the
     accuracy alone where no update followed."""
     before, after = accuracies_of(env, first, last)
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
-    counts = [record.get(f"eval/{env}/tasks") for record in (first, last)]
-    tasks = min(filter(None, counts), default=None)  # --eval-num-tasks may have changed
     text, notes = f"held-out accuracy on {env} [95%]: {before}", list[str]()
     if last is not first:
-        text += f" before RL -> {after} after {last['update']} updates"
+        when = f"at update {first['update']}" if first["update"] else "before RL"
+        text += f" {when} -> {after} after {last['update']} updates"
         if never_right(env, (first, last)):
             text = f"No answer counts as right: {text}"
             notes.append(f"mean return {' -> '.join(returns_of(env, first, last))}")
@@ -86,6 +84,7 @@ def _accuracy(env: str, first: Record, last: Record) -> str:
             rises = last[f"eval/{env}/accuracy"] > first[f"eval/{env}/accuracy"]
             verdict = "It learns" if rises else "It has become worse"
             text = f"{verdict if p < CLEAR else 'The change may be chance'}: {text}"
+            tasks = min(record.get(f"eval/{env}/tasks", 0) for record in (first, last))
             notes.append(f"{tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
     notes += [] if trivial is None else [f"trivial baseline {trivial:.2f}"]
     text = f"{text} ({'; '.join(notes)})" if notes else text
@@ -99,13 +98,11 @@ def _next(
     updates = series.updates_of(records)
     window = max(series.WINDOW, len(updates) // 4)
     before, last = updates[-2 * window : -window], updates[-window:]
-    total = str(2 * num_updates(records))
-    envs = config.get("env", ())
-    go_on = again(envs, "--resume", str(folder), "--num-updates", total)
-    if series.finite(last_eval, f"eval/{env}/ci_low") >= SOLVED:
-        other = "reinforce" if name_of(config["algo"]) == "grpo" else "grpo"
-        command = again(envs, "--config", str(folder), "--algo", other)
-        return f"the tasks are solved, so harder ones, or another algorithm: {command}"
+    flags = "--resume", str(folder), "--num-updates", str(2 * num_updates(records))
+    go_on = again(config.get("env", ()), *flags)
+    trained = any(record.get("update/steps", 1) for record in updates)
+    if trained and series.finite(last_eval, f"eval/{env}/ci_low") >= SOLVED:
+        return "harder tasks, as these are solved"
     if never_right(env, records) and env.startswith("rewarded"):
         return "if such answers are right, say so (correct=NAME, threshold=X of the environment)"
     if (cut := series.mean_of(last, "length/hit_token_limit")) > MANY_CUT:
@@ -144,10 +141,8 @@ def main(args: list[str]) -> int:
         if not folders:
             raise UsageError("name the folder of a run: python -m core.report.doctor runs/a")
         for folder in map(Path, folders):
-            config = read_settings(folder / "config.yaml")
-            records = read_records(folder / METRICS)
-            nothing = (f"Nothing stands out up to update {num_updates(records)}. Two evaluations "
-                       "show whether it learns (--eval-num-tasks, --eval-every)")  # fmt: skip
+            config, records = read_settings(folder / "config.yaml"), read_records(folder / METRICS)
+            nothing = f"Nothing stands out up to update {num_updates(records)}."
             for line in lines(folder, config, records) or [nothing]:
                 print(f"{folder}: {line}" if len(folders) > 1 else line)
         return 0

@@ -38,9 +38,7 @@ PAGE_BYTES = 9_500_000
 CURVE_POINTS = 300  # of a metric; more than a screen can show
 TEXT_CHARS = 8000  # of a rollout
 ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that no rollout lacks
-FIELDS = ("text", "sampler", "trainer", "after", "advantage")  # of every token trace
-OF_LAST_STEP = ("now", "token_weight", "weight", "share")  # of traces of gradient steps
-BatchKey = tuple[str, int]  # kind ("train" or "eval") and update
+BatchKey = tuple[str, int]  # kind, train or eval, and update
 
 
 def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
@@ -65,28 +63,25 @@ def pack_rollouts(folder: Path, room: int) -> tuple[list[Record], str]:
     out: the batches that do not fit, those in the middle of the run first.
     """
 
-    def packed() -> Iterator[tuple[BatchKey, Record]]:
+    def packed() -> Iterator[Record]:
         for key, rows in _read_batches(folder):
             # so that the first and last of both kinds fit, whatever the number of rollouts
-            yield key, _pack_batch(key, rows, min(TEXT_CHARS, room // (8 * len(rows))))
+            yield _pack_batch(key, rows, min(TEXT_CHARS, room // (8 * len(rows))))
 
-    sizes = {key: len(to_json(batch)) + 1 for key, batch in packed()}
-    by_distance: list[tuple[int, BatchKey]] = []  # from the first or last batch of the same kind
+    found = [(batch["kind"], len(to_json(batch)) + 1) for batch in packed()]
+    by_distance: list[tuple[int, int]] = []  # from the first or last batch of the same kind
     for kind in ("train", "eval"):
-        keys = [key for key in sizes if key[0] == kind]
-        by_distance += [(min(i, len(keys) - 1 - i), key) for i, key in enumerate(keys)]
-    kept, left = set(), room
-    for _, key in sorted(by_distance):
-        if sizes[key] <= left:
-            kept.add(key)
-            left -= sizes[key]
-    left_out = [kind for kind, _ in sizes.keys() - kept]
-    texts = [
-        f"the rollouts of {left_out.count(kind)} {what}"
-        for kind, what in (("train", "updates"), ("eval", "evaluations"))
-        if kind in left_out
-    ]
-    return [batch for key, batch in packed() if key in kept], " and ".join(texts)
+        places = [i for i, (of, _) in enumerate(found) if of == kind]
+        by_distance += [(min(n, len(places) - 1 - n), i) for n, i in enumerate(places)]
+    kept = set()
+    for _, i in sorted(by_distance):
+        if found[i][1] <= room:
+            kept.add(i)
+            room -= found[i][1]
+    left_out = [kind for i, (kind, _) in enumerate(found) if i not in kept]
+    names = {"train": "updates", "eval": "evaluations"}
+    texts = [f"the rollouts of {left_out.count(k)} {names[k]}" for k in names if k in left_out]
+    return [batch for i, batch in enumerate(packed()) if i in kept], " and ".join(texts)
 
 
 def to_json(data: Any) -> str:
@@ -206,7 +201,7 @@ def _pack_batch(key: BatchKey, rows: list[Record], chars: int) -> Record:
             "info": shorten(info, 300),
             "error": shorten(row.get("error") or "", 500),
             "prompt": prompt if prompt != group["prompt"] else None,
-            "traces": [_pack_trace(t) for t in row.get("token_traces", [])],
+            "traces": [_rounded(trace) for trace in row.get("token_traces", [])],
         }
         group["rollouts"].append({k: v for k, v in rollout.items() if v or k in ALWAYS})
     return {"kind": key[0], "update": key[1], "groups": list(groups.values())}
@@ -217,32 +212,12 @@ def _messages(messages: list[Record], chars: int) -> list[list[str]]:
     return [[shorten(str(m["role"]), 50), shorten(str(m["content"]), limit)] for m in messages]
 
 
-def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
-    """A turn as [texts, sampler, trainer - sampler, after - trainer, advantages, terms].
-
-    The numbers are integers in units of 1e-6; advantages are one integer if all are equal. `terms`
-    are what the last gradient step had, as token_traces.py has it. None if the turn has no trace.
-    """
-    texts, *columns = (trace.get(name, []) for name in FIELDS)
-    if not texts or {len(column) for column in columns} != {len(texts)}:
-        return None
-    sampler, trainer, after, advantages = ([_to_units(x) for x in column] for column in columns)
-    differences = [
-        [None if x is None or y is None else y - x for x, y in zip(first, second, strict=True)]
-        for first, second in ((sampler, trainer), (trainer, after))
-    ]
-    equal = len(set(advantages)) == 1
-    terms = {
-        name: [*map(_number, x)]
-        for name, x in trace.items()
-        if name in OF_LAST_STEP and len(x) == len(texts)
+def _rounded(trace: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The texts and numbers of a turn's tokens, as core/report/token_traces.py has them."""
+    return {
+        name: column if name == "text" else [*map(_number, column)]
+        for name, column in trace.items()
     }
-    return [texts, sampler, *differences, advantages[0] if equal else advantages, terms]
-
-
-def _to_units(value: Any) -> int | None:
-    number = _number(value)
-    return None if number is None else round(value * 1_000_000)
 
 
 def _number(value: Any) -> float | None:

@@ -1,5 +1,6 @@
 """Summarizes a run: totals, and the README.md in its folder."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,6 @@ from core.results import Record, accuracies_of, before_after
 from environments.plumbing.registry import short_names
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
-
-README = """\
-# {name}
-
-`{algo}` on `{env}`, model `{model_id}`, seed {seed}: {sft_steps} warm-start steps, {updates} updates, {minutes:.1f} min.
-{results}
-To repeat the run under another name:
-
-    {command}
-"""  # noqa: E501
-RESULTS = """
-| held-out tasks | before RL [95%] | after RL [95%] |
-| --- | --- | --- |
-{rows}
-
-![curves](curves.png)
-"""
 
 
 def algorithm_title(config: dict[str, Any]) -> str:
@@ -41,29 +25,32 @@ def algorithm_title(config: dict[str, Any]) -> str:
 
 
 def write_readme(folder: Path, config: dict[str, Any], records: list[Record]) -> None:
-    """Writes README.md of a run: its accuracy before and after, and the command that repeats it."""
-    rows = []
+    """Writes README.md of a run: its result, and the command that repeats it."""
+    lines = [
+        f"# {folder.name}",
+        "",
+        f"`{algorithm_title(config)}` on `{short_names(config['env'])}`, model"
+        f" `{config['model_id']}`, seed {config['seed']}: {config['sft_steps']} warm-start steps,"
+        f" {num_updates(records)} updates, {minutes(records):.1f} min.",
+        "",
+    ]
     for env, first, last in before_after(records):
-        before, after = accuracies_of(env, first, last)
-        rows.append(f"| {env} | {before} | {'' if last is first else after} |")
-    text = README.format(
-        **{key: config[key] for key in ("model_id", "seed", "sft_steps")},
-        algo=algorithm_title(config),
-        name=folder.name,
-        env=short_names(config["env"]),
-        updates=num_updates(records),
-        minutes=minutes(records),
-        results=RESULTS.format(rows="\n".join(rows)) if rows else "",
-        command=repeat_command(folder, config),
-    )
+        accuracies = " -> ".join(accuracies_of(env, first, last))
+        lines += [f"Held-out accuracy on {env} [95%], before RL and after: {accuracies}", ""]
+    lines += [
+        "![curves](curves.png)",
+        "",
+        "To repeat the run under another name:",
+        "",
+        f"    {repeat_command(folder, config)}",
+    ]
     with published(folder / "README.md") as part:
-        part.write_text(text, encoding="utf-8", newline="\n")
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
 
 
 def repeat_command(folder: Path, config: dict[str, Any]) -> str:
     """Returns the command that repeats a run under another name."""
-    file = folder / "config.yaml"
-    return again(config["env"], "--config", str(file), "--run-name", "again")
+    return again(config["env"], "--config", str(folder / "config.yaml"), "--run-name", "again")
 
 
 def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
@@ -81,16 +68,15 @@ def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
 
 
 def reported(records: list[Record]) -> list[str]:
-    """Returns the info/* of a run, but for flags that only those rollouts report for which they are
-    True: the mean of these is always 1.
+    """Returns the info/* that all rollouts report; the mean of a flag that only those report for
+    which it is true is always 1.
 
     >>> reported([{"info/invalid": 1.0, "reported/invalid": 3, "info/right": 1.0}])
     ['info/right']
     """
     names = {name for record in records for name in record}
-    flags = {name for name in names if name.replace("info/", "reported/") in names
-             and all(record.get(name, 1.0) == 1.0 for record in records)}  # fmt: skip
-    return sorted(name for name in names - flags if name.startswith("info/"))
+    few = {f"info/{name[9:]}" for name in names if name.startswith("reported/")}
+    return sorted(name for name in names - few if name.startswith("info/"))
 
 
 def names_of(folders: list[Path]) -> list[str]:
@@ -109,11 +95,7 @@ def num_updates(records: list[Record]) -> int:
 
 
 def minutes(records: list[Record]) -> float:
-    """Returns the minutes spent in warm start, sampling, training and evaluation.
-
-    >>> minutes([{"time/rollout_s": 60.0, "time/train_s": 30.0, "time/sync_s": 12.0}])
-    1.5
-    """
+    """Returns the minutes spent in warm start, sampling, training and evaluation."""
     parts = ("rollout", "train", "eval", "sft")  # time/sync_s is a part of time/train_s
     return sum(r.get(f"time/{part}_s") or 0 for r in records for part in parts) / 60
 
@@ -123,24 +105,22 @@ def sampled_tokens(records: list[Record]) -> int:
     return sum(record.get("tokens/sampled") or 0 for record in records)
 
 
-def accuracy_by_tokens(env: str, records: list[Record]) -> list[tuple[int, float]]:
-    """Returns (tokens sampled for training so far, held-out accuracy) of each evaluation on `env`.
+def evaluations(env: str, records: list[Record]) -> list[tuple[int, Record]]:
+    """Returns (tokens sampled for training so far, record) of each evaluation on `env`.
 
     >>> updates = [{"eval/a/accuracy": 0.2}, {"tokens/sampled": 70}, {"tokens/sampled": 30}]
     >>> updates[2]["eval/a/accuracy"] = 0.9
-    >>> accuracy_by_tokens("a", updates)
-    [(0, 0.2), (100, 0.9)]
+    >>> [tokens for tokens, _ in evaluations("a", updates)]
+    [0, 100]
     """
-    tokens, points = 0, list[tuple[int, float]]()
-    for record in records:
-        tokens += record.get("tokens/sampled") or 0
-        if (accuracy := record.get(f"eval/{env}/accuracy")) is not None:
-            points.append((tokens, accuracy))
-    return points
+    tokens = itertools.accumulate(record.get("tokens/sampled") or 0 for record in records)
+    both = zip(tokens, records, strict=True)
+    return [(so_far, r) for so_far, r in both if r.get(f"eval/{env}/accuracy") is not None]
 
 
 def tokens_to_target(env: str, records: list[Record]) -> int | None:
     """Returns the tokens sampled for training up to the first evaluation with TARGET_ACCURACY on
     `env`; None if no evaluation reached it."""
-    points = accuracy_by_tokens(env, records)
-    return next((tokens for tokens, accuracy in points if accuracy >= TARGET_ACCURACY), None)
+    points = evaluations(env, records)
+    reached = (n for n, r in points if r[f"eval/{env}/accuracy"] >= TARGET_ACCURACY)
+    return next(reached, None)
