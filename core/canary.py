@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.batching import cut, to_tokens
+from core.batching import Sequence, cut, to_tokens
 from core.policy import Policy, borrowed
 from core.prefix_sharing import num_shared
 from core.sampler import Sampler, SamplingParams
@@ -53,7 +53,7 @@ def compare(
     text = text[: max(1, policy.max_length - PARAMS.max_tokens)]
     prompts = [text[: i + 1] for i in range(len(text))][-PLACES:]
     drawn = sampler.sample(prompts, PARAMS, on_progress)
-    now = score_all(policy, prompts, drawn)
+    now = score(policy, prompts, drawn, PARAMS.temperature)
     rows: list[tuple[float, ...]] = []  # t, b and s of each token that was drawn then, too
     for c, t, (ids, b) in zip(drawn, now, before.get("drawn", []), strict=False):
         rows += zip(t[: num_shared(c.token_ids, ids)], b, c.logprobs, strict=False)
@@ -65,36 +65,30 @@ def compare(
     return metrics, {"drawn": [[c.token_ids, t] for c, t in zip(drawn, now, strict=True)]}
 
 
-@torch.no_grad()
-def score_all(
-    policy: Policy, prompts: list[list[int]], drawn: list[Completion]
+def score(
+    policy: Policy, prompts: list[list[int]], drawn: list[Completion], temperature: float = 1.0
 ) -> list[list[float]]:
     """Log-probs of the tokens of each completion after its prompt, as a training pass has them."""
-    turns = [Turn(prompt, c.token_ids, c.logprobs, c.finish_reason)
-             for prompt, c in zip(prompts, drawn, strict=True)]  # fmt: skip
+    both = zip(prompts, drawn, strict=True)
+    turns = [Turn(prompt, c.token_ids, c.logprobs, c.finish_reason) for prompt, c in both]
     batch = to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
-    logprobs = torch.zeros(len(batch))
-    for micro in cut(batch.sequences, policy.micro_batch_tokens, policy.device,
-                     policy.shares_prefixes):  # fmt: skip
-        logprobs[micro.numbers] = predict(policy, micro, PARAMS.temperature)["logprobs"].cpu()
+    logprobs = score_here(policy, batch.sequences, len(batch), temperature)
     return [x.tolist() for x in logprobs.split([len(c.token_ids) for c in drawn])]
 
 
 @torch.no_grad()
-def score(
-    policy: Policy, prompt: list[int], completion: list[int], temperature: float = 1.0
-) -> Tensor:
-    """Log-probs of the completion's tokens after the prompt: [N] float32, on the CPU."""
-    ids = torch.tensor([prompt + completion], device=policy.device)
-    hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
-    logprobs = (policy.to_logits(hidden) / temperature).log_softmax(-1)
-    return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+def score_here(policy: Policy, sequences: list[Sequence], size: int, temperature: float) -> Tensor:
+    """Log-probs of the tokens of these sequences in a vector [size], on this rank alone."""
+    logprobs, max_tokens = torch.zeros(size), policy.micro_batch_tokens
+    for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
+        logprobs[micro.numbers] = predict(policy, micro, temperature)["logprobs"].cpu()
+    return logprobs
 
 
 def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: float = 1.0) -> Tensor:
     """|log-prob in training - log-prob of the sampler| of each sampled token, in nats: [N]."""
-    ours = score(policy, prompt, drawn.token_ids, temperature)
-    return (ours - torch.tensor(drawn.logprobs)).abs()
+    (ours,) = score(policy, [prompt], [drawn], temperature)
+    return (torch.tensor(ours) - torch.tensor(drawn.logprobs)).abs()
 
 
 @contextmanager

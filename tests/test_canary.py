@@ -1,8 +1,6 @@
 """core/canary.py says how much of the last update the sampler lacks."""
 
 import copy
-import math
-import signal
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ import pytest
 import torch
 from conftest import load_small
 
-from core import canary, diagnostics, invariants, sampler
+from core import canary, invariants, sampler
 from core.sampler import TorchSampler
 from core.types import Completion
 
@@ -78,11 +76,6 @@ def test_only_tokens_that_were_drawn_the_last_time_too_are_compared(policy):
     assert found["gap/canary"] == pytest.approx(1, abs=0.1)
 
 
-def test_what_an_older_version_has_stored_is_not_compared(policy):
-    before = {"token_ids": [1] * 16, "logprobs": [-1.0] * 16}
-    assert canary.compare(policy, TorchSampler(policy), before)[0] == {}
-
-
 def test_there_is_no_metric_where_rounding_hides_the_update(policy):
     policy.model.bfloat16()
     later = moved(policy, 1e-4)
@@ -100,7 +93,7 @@ def test_rounding_of_16_bits_is_no_lag(policy, monkeypatch, size, measured):
     rounded = lambda: (  # noqa: E731
         exact + 0.018 * torch.distributions.StudentT(2.0).sample((n, 4))
     ).tolist()
-    monkeypatch.setattr(canary, "score_all", lambda *_: rounded())
+    monkeypatch.setattr(canary, "score", lambda *_: rounded())
     for _ in range(200):
         exact = exact + size * torch.randn(n, 4)
         drawn = [Completion([1] * 4, logprobs, "", "") for logprobs in rounded()]
@@ -109,29 +102,3 @@ def test_rounding_of_16_bits_is_no_lag(policy, monkeypatch, size, measured):
         lags.append(metrics.get("gap/canary", 0.0))
     assert (sum(lag != 0 for lag in lags) > 100) == measured
     assert max(map(min, pairwise(lags))) < invariants.MIN_LAG
-
-
-LAGS = [((0.01, 1.0), ""), ((1.0, 0.4), "0.4"), ((0.2, 2), ""), ((1, math.nan, 1), "")]
-
-
-@pytest.mark.parametrize("lags, named", LAGS)
-def test_two_canaries_in_a_row_are_a_warning(lags, named):
-    records = [{"update": 1}, *({"update": 2 + i, "gap/canary": lag} for i, lag in enumerate(lags))]
-    warnings = diagnostics.new_warnings(records)
-    assert [*warnings] == ["stale_weights"] * bool(named)
-    assert all(named in message for message in warnings.values())
-
-
-def test_ctrl_c_is_answered_while_a_server_is_waited_for(command, monkeypatch):
-    sample = TorchSampler.sample
-
-    def waits(own, prompts, params, on_progress=lambda: None):
-        if params == canary.PARAMS:
-            signal.raise_signal(signal.SIGINT)
-            on_progress()
-            pytest.fail("it goes on")
-        return sample(own, prompts, params, on_progress)
-
-    monkeypatch.setattr(TorchSampler, "sample", waits)
-    code, out, _ = command("--eval-num-tasks", 0, "--num-updates", 1)
-    assert code == 130 and "stopped and saved" in out

@@ -24,7 +24,7 @@ from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import SAMPLING, derive_seed
 from core.tasks import train_tasks
-from core.types import Rollout, Turn
+from core.types import Completion, Rollout, Turn
 
 
 def gradients(max_tokens_per_micro_batch, folder, rollouts):
@@ -214,8 +214,9 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept, mo
 def nll(policy, rollouts):
     """The mean negative log-prob of the sampled tokens, turn by turn."""
     turns = [turn for rollout in rollouts for turn in rollout.turns]
-    logprobs = [canary.score(policy, turn.prompt_ids, turn.completion_ids) for turn in turns]
-    return -torch.cat(logprobs).mean().item()
+    drawn = [Completion(turn.completion_ids, [], "", "") for turn in turns]
+    logprobs = canary.score(policy, [turn.prompt_ids for turn in turns], drawn)
+    return -torch.tensor([x for of_turn in logprobs for x in of_turn]).mean().item()
 
 
 def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):

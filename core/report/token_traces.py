@@ -17,15 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from algorithms.tokens import group_mean, minus
 from core import distributed
-from core.batching import Batch, cut
+from core.batching import Batch
+from core.canary import score_here
 from core.config import Config
 from core.metrics import UpdateStats
 from core.policy import Policy
-from core.scoring import predict
 from core.types import Rollout
 
 MAX_TOKENS = 1024  # sampled tokens of an update that the report shows one by one
-MICRO_BATCH = 4096  # tokens, padding included
 
 
 @torch.no_grad()
@@ -46,11 +45,8 @@ def trace_tokens(policy: Policy, cfg: Config, batch: Batch, stats: UpdateStats) 
     of_steps = of_last_steps(cfg, traced, stats)
     if distributed.rank() != 0:
         return {}
-    after = torch.zeros(len(batch))
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in chosen]
-    max_tokens = min(MICRO_BATCH, policy.micro_batch_tokens)
-    for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
-        after[micro.numbers] = predict(policy, micro, cfg.temperature)["logprobs"].cpu()
+    after = score_here(policy, sequences, len(batch), cfg.temperature)
     vectors = {
         "sampler": batch.sampler_logprobs,
         "trainer": batch.old_logprobs,
@@ -118,8 +114,7 @@ def choose_groups(rollouts: list[Rollout], budget: int) -> set[int]:
     groups: dict[int, list[int]] = defaultdict(list)
     for i, rollout in enumerate(rollouts):
         groups[rollout.group_id].append(i)
-    rows: set[int] = set()
-    tokens = 0
+    rows, tokens = set[int](), 0
     for group in sorted(
         groups.values(), key=lambda group: len({rollouts[i].episode_return for i in group}) == 1
     ):
