@@ -41,17 +41,6 @@ def mean_of(records: list[Record], name: str) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def last_of(records: list[Record], name: str, number: int = MIN_UPDATES) -> list[float]:
-    """The last `number` finite values of a metric; none if there are fewer."""
-    values = known(records, name)[-number:]
-    return values if len(values) == number else []
-
-
-def least_of(recent: list[Record], name: str) -> float:
-    """The least of the last MIN_UPDATES values of a metric; NaN with fewer."""
-    return min(last_of(recent, name), default=math.nan)
-
-
 def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
     """The means of a metric in both lists; None unless they differ by two standard errors, and with
     fewer than WINDOW values."""
