@@ -196,6 +196,10 @@ class RolloutCollector:
                 if shows_right and name in responses:
                     agents[name].show(step.feedback or right[name])
                 agents[name].read(step)  # the last turn's reward; the prompt of the next turn
+        if any(agent.prompt_ids or agent.context_full for agent in agents.values()):
+            [steps] = yield [EnvCall(env, env.step_when_cut)]
+            for name, step in steps.items():
+                agents[name].read(step)
         check_seats(episode)
 
     def guarded(self, episode: Episode, answerer: Answerer) -> Play:

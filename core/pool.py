@@ -30,6 +30,7 @@ from environments.base import (
     has_step_batch,
 )
 from environments.plumbing.registry import EnvSpec, make
+from environments.plumbing.tools import ToolEnv
 
 POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
 FIRST, BUILT = defaultdict[EnvSpec, Lock](Lock), set[EnvSpec]()  # held while a spec is first built
@@ -185,6 +186,11 @@ class PooledEnv:
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         return self.checked(self.game.step(responses))
+
+    def step_when_cut(self) -> dict[str, Step]:
+        """The last step of an episode that a limit has cut off between calls of tools, if any."""
+        step = self.made.step_when_cut() if isinstance(self.made, ToolEnv) else None
+        return self.checked({PLAYER: step} if step else {})
 
     def checked(self, steps: dict[str, Step]) -> dict[str, Step]:
         return checked_steps(steps, self.is_single)

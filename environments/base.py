@@ -212,10 +212,12 @@ def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
 
 class Response(str):
     """A response of the policy. `token_ids`: as they were sampled, with the end of the turn.
-    `earlier`: the episode's messages before it that called tools, and those with the results."""
+    `earlier`: the episode's messages before it that called tools, and those with the results.
+    `is_cut`: the episode was cut off after these, and the response is the last one of them."""
 
     token_ids: Sequence[int] = ()
     earlier: Sequence[Message] = ()
+    is_cut: bool = False
 
 
 @dataclass
@@ -226,7 +228,6 @@ class RunInfo:
     eval_envs: Sequence[str]  # and of --eval-env
     num_updates: int = 0  # in all; 0: none, or as many as --max-sampled-tokens allows
     updates_done: int = 0  # that are complete; changes while the run goes on
-    num_prompts: int = 0  # of an update
     seed: int = 0  # of the run
 
 

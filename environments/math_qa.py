@@ -55,7 +55,7 @@ from environments.base import (
 )
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
-from environments.plumbing.dataset import read_hub
+from environments.plumbing.dataset import FILES, read_hub
 from environments.plumbing.installed import import_library
 from environments.plumbing.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 
@@ -181,7 +181,7 @@ def _from_hub(data: str) -> list[list[Problem]]:
 
 
 def _from_file(path: str) -> list[list[Problem]]:
-    if not path.endswith(rewarded.FILES):
+    if not path.endswith(FILES):
         raise UsageError(f"data must be {', '.join(HUB)} or a file such as FILE.jsonl, not {path}")
     splits = []
     for rows in rewarded.load(path, "question", "", "train")[:2]:

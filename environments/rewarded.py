@@ -5,58 +5,46 @@
     --env "rewarded:data=openai/gsm8k,config=main,prompt=question,reward=my_rewards:accuracy"
 
 Each row has a prompt, a text or a list of messages, and any other columns. A text is a message of
-the user; one that has the chat template around it already, or is for a base model, needs raw=true.
-All completions that a
-rank samples at the same time are a batch; in training, groups lie side by side. Each function is
-called once for a batch. It receives lists of its own, of the columns too (None where a row has no
-value), and returns a list with one number for each completion, or None or NaN where it does not
-apply. A prompt may end with a message of the assistant, which the policy continues: it is in the
-prompt and, as in TRL, not in the completion:
+the user; with raw=true it is tokenized as it is, for base models. A prompt may end with a message
+of the assistant, which the policy continues: as in TRL it is in the prompt, not in the completion.
 
     def accuracy(prompts, completions, answer, **columns):
         return [float(a in text) for text, a in zip(completions, answer)]
 
-So it may compare completions; with several ranks a group can lie in the batches of two. If the
-prompt is a list of messages, a completion is one, too, as in TRL. `async` functions are awaited
-together, and those of all batches in the same event loop; if all are, --env-timeout limits their
-call. After an exception they are called again for each row by itself, and the rows that fail
-cost only their own episodes. EnvFailure, anything but such a list, or only None from all functions
-for all completions fails every episode of the batch.
-
-As in TRL, a function may also ask for `completion_ids`, the sampled tokens of each completion;
-`trainer_state`, whose `global_step` of `max_steps` updates are complete, after `epoch` passes over
-as many prompts as there are rows for training; `log_extra(column, values)`, which adds one value to
-the info of each completion; and `log_metric(name, value)`, which adds the mean of the values that
-the functions log to the info of all.
+All completions that a rank samples at the same time are a batch, for which each function is called
+once; groups lie side by side. It gets the arguments that it names: lists of its own, with an entry
+for each completion, of `prompts`, `completions` (messages, where prompts are), `completion_ids` and
+the columns (None where a row has no value); `trainer_state`, with `global_step` of `max_steps`
+updates complete; `log_extra(column, values)` for the info of each completion; and
+`log_metric(name, value)`, whose mean is in the info of all. It returns a list with a number for
+each completion, or None or NaN where it does not apply. `async` functions are awaited together, and
+if all are, --env-timeout limits their call. After an exception all are called again for each row by
+itself, and rows that fail cost only their own episodes. EnvFailure, anything but such a list, or
+only None from all functions for all completions fails every episode of the batch.
 
 Reward: the sum of weight times value over the functions that apply. A completion to which none
 applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
-mean: the function `correct` returned `threshold` or more; by default it is the first one, and 1. A
-function of `correct` that is none of `reward` adds nothing to the reward. `info["reward_<name>"]`
-has the value of each, `info["weight_<name>"]` its weight if that is not 1. <name> is what follows
-the colon, with the file's before it (first_accuracy, second_accuracy) where the functions of two
-files have the same. `info["row"]`: FILE:LINE of the row.
+mean: the function `correct` returned `threshold` or more; an evaluation leaves out what it does not
+apply to. By default it is the first function that applies, and 1. `info["reward_<name>"]` has the
+value of each, `info["weight_<name>"]` its weight if that is not 1, `info["row"]` FILE:LINE.
 
 `tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
 functions, and the public methods of an object that each episode has for itself. Its `reset` gets
 the row, and what it returns ends the prompt. Functions get these objects, `environments`, and each
-completion (of messages) has all that the policy and the tools said, in OpenAI's form; then they are
-called for each completion by itself, and `completion_ids` are those of the last answer.
+completion (of messages) has all that the policy and the tools said, in OpenAI's form; they are
+called for each completion by itself, also where an episode is cut off between calls.
 
-By default each prompt of an update is drawn from all rows, so that some come twice before others
-come once. `order=shuffled` goes through all rows in an order that the run's seed decides, each pass
-in another one; `order=data` in that of the file. Prompts that --filter-groups draws in place of
-others are drawn from all rows.
-
-Of equal rows only the first one is kept. One prompt in eight is reserved for evaluation, decided by
-its text, or one row in eight if all have the same prompt; where that leaves none for one of both,
-all rows are for both. Where --eval-env names other data, both are used whole: let them have no
-prompt in common.
+By default each prompt of an update is drawn from all rows; `order=shuffled` goes through all rows
+in an order that the run's seed decides, each pass in another one. One prompt in eight is reserved
+for evaluation, decided by a hash of its text, or one row in eight if all have the same prompt;
+where that leaves none for one of both, all rows are for both. Where --eval-env names other data,
+both are used whole: let them have no prompt in common.
 """
 
 import asyncio
 import copy
 import functools
+import hashlib
 import inspect
 import json
 import math
@@ -69,8 +57,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from environments.base import (
@@ -80,6 +67,7 @@ from environments.base import (
     EnvFailure,
     Message,
     NoReward,
+    Response,
     RunInfo,
     Step,
     UsageError,
@@ -87,30 +75,14 @@ from environments.base import (
 )
 from environments.parsing import prefill_of, user
 from environments.plumbing import event_loop
-from environments.plumbing.dataset import Row, read_hub, read_jsonl
-from environments.plumbing.registry import OBJECTS, EnvSpec, find_file, import_attribute, make
+from environments.plumbing.dataset import Row, read_rows
+from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute, make
 
 RUN = RunInfo((), ())  # that of this process; without one all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
-
-
-@dataclass
-class TrainerState:
-    """The progress of the run, as far as reward functions may use it; names of transformers."""
-
-    global_step: int = 0  # updates that are complete
-    max_steps: int = 0  # --num-updates
-    epoch: float = 0.0  # prompts drawn until then / rows for training
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state has global_step, max_steps and epoch, no {name}")
-
-
-OF_TEXTS = ("as the prompts are texts, each completion is one: for completion[0]['content'] make "
-            "each prompt a list of messages")  # fmt: skip
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-Order = Literal["random", "shuffled", "data"]
+Order = Literal["random", "shuffled"]
 Source = tuple[str, str, str]  # data, config, split
+OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
 
 
 class Rewarded(Env):
@@ -145,23 +117,20 @@ class Rewarded(Env):
             raise UsageError(f"name={name}: give a word, such as name=gsm8k")
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
-        weights = weights or (1.0,) * len(reward)
         self.num_rewards = len(reward)
+        weights = weights or (1.0,) * len(reward)
         own = [name for name in reward if correct in (name, name.rpartition(":")[2])]
         if ":" in correct and not own:
             reward, weights, own = (*reward, correct), (*weights, 0.0), [correct]
-        functions = [*map(import_attribute, reward)]
-        names = [name.rpartition(":")[2] for name in reward]
-        if len({*names}) < len(names):  # of several files
-            files = [Path(name.rpartition(":")[0].removesuffix(".py")).name for name in reward]
-            names = [f"{file}_{name}" for file, name in zip(files, names, strict=True)]
-        for name, function in zip(names, functions, strict=True):
-            if not callable(function) or names.count(name) > 1:
-                raise UsageError(f"reward: {name} is no function, or given twice")
         if correct and len(own) != 1:
             raise UsageError(f"correct={correct}: name one of {' '.join(reward)}, or another "
                              "FILE.py:function")  # fmt: skip
-        self.correct, self.threshold = names[reward.index(own[0]) if own else 0], threshold
+        functions = [*map(import_attribute, reward)]
+        names = [name.rpartition(":")[2] for name in reward]
+        for name, function in zip(names, functions, strict=True):
+            if not callable(function) or names.count(name) > 1:
+                raise UsageError(f"reward: {name} is no function, or the name of two")
+        self.correct, self.threshold = names[reward.index(own[0])] if own else "", threshold
         self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
         self.waits = all(map(inspect.iscoroutinefunction, functions))
         self.prompt, self.order, self.raw = prompt, order, raw
@@ -178,12 +147,20 @@ class Rewarded(Env):
         begin_run(info)
 
     def reset(self, seed: int) -> list[Message]:
+        self.is_evaluation = seed in EVAL_SEEDS
         self.row = draw(seed, self.train, self.test, self.order)
+        self.asked = self.row[self.prompt]
         if self.world is not None:
             row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
-            if (seen := self.world.reset(**row)) is not None:  # it ends the prompt
-                self.row = self.row.with_prompt(self.prompt, seen)
-        return _messages(self.row[self.prompt], self.raw)
+            end = self.world.reset(**row) or ""
+            if isinstance(self.asked, str):
+                self.asked += end
+            else:
+                last = self.asked[-1]
+                self.asked = [*self.asked[:-1], last | {"content": last["content"] + end}]
+        if isinstance(self.asked, str):
+            return [{"role": "raw", "content": self.asked} if self.raw else user(self.asked)]
+        return copy.deepcopy(self.asked)
 
     def step(self, response: str) -> Step:
         [step] = self.step_batch([self], [response])
@@ -191,18 +168,24 @@ class Rewarded(Env):
             raise step
         return step
 
+    def step_when_cut(self, earlier: Sequence[Message]) -> Step:
+        """The last step of an episode that was cut off between calls of tools."""
+        said = [m["content"] for m in earlier if m["role"] == "assistant"]
+        response = Response(said[-1] if said else "")
+        response.earlier, response.is_cut = earlier, True
+        return self.step(response)
+
     @classmethod
     def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step | Exception]:
         batch = [env for env in envs if isinstance(env, Rewarded)]
         steps: list[Step | Exception]
         try:
             called = cls.call(batch, responses)
-        except Exception as failure:
-            rows = {id(env.row): env.row for env in batch}
-            if isinstance(failure, EnvFailure) or len(rows) == 1:
-                raise
+        except EnvFailure:
+            raise
+        except Exception:
             by_place: dict[int, Step | Exception] = {}
-            for row in rows.values():
+            for row in {id(env.row): env.row for env in batch}.values():
                 places = [place for place, env in enumerate(batch) if env.row is row]
                 own, texts = [batch[i] for i in places], [responses[i] for i in places]
                 try:
@@ -224,16 +207,6 @@ class Rewarded(Env):
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What each function returns, by name, and what they log for each completion."""
         first = batch[0]
-        prompts = [env.row[first.prompt] for env in batch]
-        completions: list[Any] = [
-            response if isinstance(prompt, str)
-            else [*getattr(response, "earlier", ()),
-                  {"role": "assistant", "content": response.removeprefix(prefill_of(prompt))}]
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]  # fmt: skip
-        columns = {key: [env.row.get(key) for env in batch] for key in first.columns}
-        if first.prompt != "prompt":  # a function may know it by the name that the data gives it
-            columns[first.prompt] = prompts
         logged: list[dict[str, Any]] = [{} for _ in batch]  # by log_extra
         metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric
 
@@ -241,17 +214,25 @@ class Rewarded(Env):
             for info, value in zip(logged, values, strict=True):
                 info[column] = value
 
-        arguments = {
-            **columns, "prompts": prompts, "completions": completions,
+        state = SimpleNamespace(global_step=RUN.updates_done, max_steps=RUN.num_updates)
+        prompts = [env.asked for env in batch]
+        lists: dict[str, list[Any]] = {
+            **{key: [env.row.get(key) for env in batch] for key in first.columns},
+            "prompts": prompts,
+            "completions": [*map(_completion, prompts, responses)],
             "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
-            "trainer_state": TrainerState(RUN.updates_done, RUN.num_updates, passes()),
+        }
+        if first.prompt != "prompt":  # a function may know it by the name that the data gives it
+            lists[first.prompt] = prompts
+        others: dict[str, Any] = {
+            "trainer_state": state,
             "log_extra": log_extra,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
-        }  # fmt: skip
+        }
         if first.world is not None:
-            arguments["environments"] = [env.world for env in batch]
+            others["environments"] = [env.world for env in batch]
         row = first.row if all(env.row is first.row for env in batch) else None
-        returned = _call_all(first.functions, arguments, row)
+        returned = _call_all(first.functions, lists, others, row)
         means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
         return returned, [means | info for info in logged]
 
@@ -263,27 +244,30 @@ class Rewarded(Env):
         for name, numbers in returned.items():
             with _named(name):
                 values[name] = _numbers(numbers, len(batch))
-        return [env.to_step({name: numbers[i] for name, numbers in values.items()}, logged[i])
-                for i, env in enumerate(batch)]  # fmt: skip
+        by_completion = [
+            {name: numbers[i] for name, numbers in values.items() if numbers[i] is not None}
+            for i in range(len(batch))
+        ]
+        return [*map(cls.to_step, batch, by_completion, logged)]
 
-    def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step | Exception:
-        """The Step of one completion, from the value of each function and what they logged; an
-        error that names the function and the row, if a value is infinite, and NoReward if none
-        applies."""
+    def to_step(self, values: dict[str, float], logged: dict[str, Any]) -> Step | Exception:
+        """The Step of one completion, from the value of each function that applies and what they
+        logged; an error that names the function and the row, if a value is infinite, and NoReward
+        if none applies."""
         for name, value in values.items():
-            if value is not None and math.isinf(value):
-                error = ValueError(f"it returned {value} for a completion")
-                return _with_names(error, name, self.row)
-        applied = [weight * value for name, _, weight in self.functions[: self.num_rewards]
-                   if (value := values[name]) is not None]  # fmt: skip
-        if not applied:
+            if math.isinf(value):
+                return _error(ValueError(f"it returned {value} for a completion"), name, self.row)
+        applied = {name: weight * values[name]
+                   for name, _, weight in self.functions[: self.num_rewards]
+                   if name in values}  # fmt: skip
+        judge = self.correct or next(iter(applied), "")
+        if not applied or (self.is_evaluation and judge not in values):
             return NoReward(f"no function applies to the answer ({self.row.place})")
-        first = values[self.correct]
-        info = {f"reward_{name}": value for name, value in values.items() if value is not None}
+        correct = judge in values and values[judge] >= self.threshold
+        info = {"row": self.row.place} | logged | {"correct": correct}
+        info |= {f"reward_{name}": value for name, value in values.items()}
         info |= {f"weight_{name}": weight for name, _, weight in self.functions if weight != 1}
-        correct = first is not None and first >= self.threshold
-        place = {"row": self.row.place}
-        return Step(None, sum(applied), True, place | logged | {"correct": correct} | info)
+        return Step(None, sum(applied.values()), True, info)
 
 
 def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
@@ -297,14 +281,12 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
         try:
             rows = [*map(dict, data)] if len(data) else []
         except (TypeError, ValueError):
-            raise UsageError(
-                "data=: give a datasets.Dataset or a list of dicts; of a DatasetDict one part, as "
-                'data["train"], of a DataFrame data.to_dict("records")'
-            ) from None
+            raise UsageError("data=: give a datasets.Dataset or a list of dicts; of a DatasetDict "
+                             'one part, as data["train"]') from None  # fmt: skip
         # the same rows have the same name in a later call, which resumes the run
         name = f"rows_{zlib.crc32(json.dumps(rows, default=repr).encode()):08x}"
         OBJECTS[name], data = rows, f"python:{name}"
-    given: dict[str, Callable[..., Any]] = {}
+    given = set[str]()
 
     def text(value: Any) -> str:
         if isinstance(value, list | tuple):
@@ -313,14 +295,23 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
             return str(value)
         name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
         name = name if name.isidentifier() else "reward"  # of a lambda
-        while given.setdefault(name, value) != value:
+        while (earlier := OBJECTS.get(name, value)) is not value:
+            if name not in given and _is_defined_again(earlier, value):
+                break
             name += "_2"
+        given.add(name)
+        OBJECTS[name] = value
         return f"python:{name}"
 
     values = {"data": data, "reward": reward} | options
-    spec = "rewarded:" + ",".join(f"{key}={text(value)}" for key, value in values.items())
-    OBJECTS.update(given)
-    return spec
+    return "rewarded:" + ",".join(f"{key}={text(value)}" for key, value in values.items())
+
+
+def _is_defined_again(earlier: Any, value: Any) -> bool:
+    """Whether a cell of a notebook that ran again has defined the function anew. Functions that one
+    function makes, and lambdas, are different ones."""
+    one, other = ((f.__module__, getattr(f, "__qualname__", "<")) for f in (earlier, value))
+    return one == other and "<" not in one[1]
 
 
 def begin_run(info: RunInfo) -> None:
@@ -331,23 +322,12 @@ def begin_run(info: RunInfo) -> None:
         cached.cache_clear()
 
 
-def passes() -> float:
-    """How often the run has drawn as many prompts as its data has rows for training."""
-    own = [spec for spec in map(EnvSpec.read, RUN.train_envs) if spec.name == "rewarded"]
-    rows = sum(len(_load(spec)[0]) for spec in own)
-    share = len(own) / max(1, len(RUN.train_envs))
-    return RUN.updates_done * RUN.num_prompts * share / rows if rows else 0.0
-
-
 def sources(specs: Sequence[str]) -> set[Source]:
     """The data of environments that have some: `rewarded`, `agent` and `math_qa`, but for the data
     sets that `math_qa` knows, which are not divided."""
-    found = set()
-    for env in map(EnvSpec.read, specs):
-        if env.name in ("rewarded", "agent", "math_qa"):
-            o = {"config": "", "split": "train"} | env.values
-            found.add((o["data"], o["config"], o["split"]))
-    return found
+    own = [env for env in map(EnvSpec.read, specs) if env.name in ("rewarded", "agent", "math_qa")]
+    values = [{"config": "", "split": "train"} | env.values for env in own]
+    return {(o["data"], o["config"], o["split"]) for o in values}
 
 
 class Placed(Row):
@@ -355,27 +335,16 @@ class Placed(Row):
 
     place = ""
 
-    def with_prompt(self, column: str, end: str) -> "Placed":
-        """The row whose prompt, in this column, ends with `end`, too."""
-        prompt = self[column]
-        if isinstance(prompt, str):
-            prompt += end
-        else:
-            prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + end}]
-        row = Placed(self | {column: prompt})
-        row.place = self.place
-        return row
-
 
 def draw(seed: int, train: list[Placed], test: list[Placed], order: Order = "random") -> Placed:
-    """The row of a seed; those of evaluation in their order, each once. `order`: of the others; but
-    for random ones, the first seeds for training are the first pass over the rows, and so on."""
+    """The row of a seed; those of evaluation in their order, each once. `order`: of the others; if
+    shuffled, the first seeds for training are the first pass over the rows, and so on."""
     if seed in EVAL_SEEDS:
         return test[(seed - EVAL_SEEDS.start) % len(test)]
     if order == "random" or seed not in TRAIN_SEEDS:
         return random.Random(seed).choice(train)
     done, place = divmod(seed - TRAIN_SEEDS.start, len(train))
-    return train[place if order == "data" else shuffled(RUN.seed, done, len(train))[place]]
+    return train[shuffled(RUN.seed, done, len(train))[place]]
 
 
 @functools.lru_cache(maxsize=2)  # an update may end one pass and begin the next
@@ -397,93 +366,71 @@ def load(
     """Returns the rows for training, those for evaluation, and the names of the other columns.
 
     Data on which the run both trains and evaluates is divided, or used for both, with a line, if
-    that leaves no row for one of them. Other data is used whole. Raises as `read`, and UsageError
-    if there are no rows for one of both uses.
+    that leaves no row for one of them. Other data is used whole. Raises as `read`.
     """
-    rows, names = read(data, config, split, prompt)
-    trained, evaluated = sources(RUN.train_envs), sources(RUN.eval_envs)
+    texts, rows, names = read(data, config, split, prompt)
     here = data, config, split
-    is_divided = (here in trained) == (here in evaluated)  # both, or neither: no run has begun
-    train = [row for words, row in rows if not (is_divided and is_held_out(words))]
-    test = [row for words, row in rows if not is_divided or is_held_out(words)]
-    if is_divided and rows and not (train and test):
-        train, test = ([row for _, row in rows] for _ in range(2))
-        print(
-            f"{data}: {len({words for words, _ in rows})} different tasks in {len(rows)} rows are "
-            "too few to hold some out: the run evaluates on what it trains on",
-            file=sys.stderr,
-        )
-    if not train or not test:
-        raise UsageError(f"{data} has {len(train)} rows for training and {len(test)} for "
-                         "evaluation; add some, or name other data with --eval-env")  # fmt: skip
-    return train, test, names
+    if (here in sources(RUN.train_envs)) != (here in sources(RUN.eval_envs)):
+        return rows, rows, names  # of one use; where no run has begun, of both
+    train, test = list[Placed](), list[Placed]()
+    for row, is_test in zip(rows, held_out_of(texts), strict=True):
+        (test if is_test else train).append(row)
+    if train and test:
+        return train, test, names
+    print(f"{data}: {len({*texts})} different tasks in {len(rows)} rows are too few to hold some "
+          "out: the run evaluates on what it trains on", file=sys.stderr)  # fmt: skip
+    return rows, rows, names
 
 
-@functools.cache
+def held_out_of(texts: list[str]) -> list[bool]:
+    """Whether each text is for evaluation; one in eight is, and equal ones have the same use.
+
+    `is_held_out` decides, as in recorded runs; SHA-256 where that holds out far from an eighth: a
+    CRC is linear, so that numbered prompts ("Say 1.", "Say 2.", ..) may be all of one use.
+    """
+    found = [*map(is_held_out, texts)]
+    if not len(texts) / 16 <= sum(found) <= len(texts) / 4:
+        found = [hashlib.sha256(text.encode(errors="replace")).digest()[0] < 32 for text in texts]
+    return found
+
+
 def read(
     data: str, config: str, split: str, prompt: str
-) -> tuple[list[tuple[str, Placed]], list[str]]:
-    """Returns the rows, each with the text that decides its use, and the names of the columns but
+) -> tuple[list[str], list[Placed], list[str]]:
+    """Returns the texts that decide the use of the rows, the rows, and the names of the columns but
     `prompt`.
 
     The text is that of the column `prompt`; if it is "" or all rows have the same, that of all
-    columns, as JSON; with one space between words.
-
-    Prints how many rows equal an earlier one. Raises UsageError if there is no file, a
-    row has no prompt, or a column that tells rows apart is no JSON.
+    columns, as JSON; with one space between words. Raises UsageError if there are no rows, one has
+    no prompt, or what tells them apart is no JSON.
     """
-    path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
-    if data.startswith("python:"):
-        rows = [*enumerate(import_attribute(data), 1)]
-    elif data.endswith((".jsonl", ".json")):
-        rows = read_jsonl(path)
-    else:
-        rows = [*enumerate(read_hub(path, config or None, split), 1)]
-    unique: dict[str, tuple[str, Placed]] = {}
-    empty: list[int] = []  # rows without a prompt
+    rows = read_rows(data, config, split)
+    if not rows:
+        raise UsageError(f"{data} has no rows")
+    texts, found = list[str](), list[Placed]()
     for number, row in rows:
         value = row.get(prompt) if prompt else row
-        if prompt in row and (value.strip() if isinstance(value, str) else value) in (None, "", []):
-            empty.append(number)
-            continue
-        if prompt and not (isinstance(value, str | list) and value):
-            what = f"no prompt in {prompt!r}; it has {', '.join(row)}"
-            if prompt in row:
-                what = (f"the prompt in {prompt!r} is {reprlib.repr(value)}: it must be a text or "
-                        "a list of messages")  # fmt: skip
-            raise UsageError(f"{data}, row {number}: {what}")
-        for key, part in ({prompt: value} if prompt else row).items():
-            try:
-                json.dumps(part)
-            except (TypeError, ValueError) as error:
-                place = f"{data}, row {number}: column {key!r}"
-                raise UsageError(f"{place} is no JSON: {error}") from None
-        whole = json.dumps(row, sort_keys=True, default=repr)
-        text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        if whole not in unique:
-            placed = Placed(row)
-            placed.place = f"{os.path.basename(path)}:{number}"
-            unique[whole] = " ".join(text.split()), placed
-    found = [*unique.values()]
-    if len(found) > 1 and len({text for text, _ in found}) == 1:
-        found = [(" ".join(whole.split()), row) for whole, (_, row) in unique.items()]
-    if empty:
-        print(f"{data}: left out {len(empty)} of {len(rows)} rows, whose {prompt!r} is empty; the "
-              f"first one is row {empty[0]}", file=sys.stderr)  # fmt: skip
-    if duplicates := len(rows) - len(empty) - len(unique):
-        print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
-              file=sys.stderr)  # fmt: skip
-    return found, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
+        if prompt and not isinstance(value, str | list):
+            what = f"{reprlib.repr(value)} in {prompt!r} is no text and no list of messages"
+            raise UsageError(f"{data}, row {number}: {what}; its columns are {', '.join(row)}")
+        try:
+            texts.append(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{data}, row {number} is no JSON: {error}") from None
+        found.append(Placed(row))
+        found[-1].place = f"{os.path.basename(data)}:{number}"
+    if len({*texts}) == 1:
+        texts = [json.dumps(row, sort_keys=True, default=repr) for row in found]
+    names = dict.fromkeys(key for row in found for key in row if key != prompt)
+    return [" ".join(text.split()) for text in texts], found, [*names]
 
 
-CACHED: list[Any] = [load, read]  # and what depends on them
+CACHED: list[Any] = [load]  # and what depends on it
 
 
 def num_held_out(spec: EnvSpec) -> int:
     """The number of rows for evaluation of an environment with data; no limit for any other."""
-    if spec.name not in ("rewarded", "agent"):
-        return sys.maxsize
-    return len(_load(spec)[1])
+    return len(_load(spec)[1]) if spec.name in ("rewarded", "agent") else sys.maxsize
 
 
 def what_is_right(spec: EnvSpec) -> str:
@@ -491,17 +438,15 @@ def what_is_right(spec: EnvSpec) -> str:
     env = make(spec)
     assert isinstance(env, Rewarded)
     names = [name for name, *_ in env.functions]
-    which = (
-        f"the first of {len(names)} functions; " if names[1:] and not spec.values["correct"] else ""
-    )
-    return (f"{spec.short}: an answer is right if {env.correct} returns {env.threshold:g} or more "
-            f"({which}correct=NAME and threshold=X choose)")  # fmt: skip
+    which = f"the first of {', '.join(names)} that applies" if names[1:] else names[0]
+    return (f"{spec.short}: an answer is right if {env.correct or which} returns "
+            f"{env.threshold:g} or more (correct=NAME and threshold=X choose)")  # fmt: skip
 
 
-def texts_of(spec: EnvSpec) -> Iterator[str]:
-    """The prompts of the data that are texts."""
-    (train, test, _), prompt = _load(spec), spec.values["prompt"]
-    return (row[prompt] for row in (*train, *test) if isinstance(row[prompt], str))
+def a_prompt(spec: EnvSpec) -> str:
+    """The first prompt of the data, if it is a text."""
+    prompt = _load(spec)[0][0][spec.values["prompt"]]
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _load(spec: EnvSpec) -> tuple[list[Placed], list[Placed], list[str]]:
@@ -509,58 +454,49 @@ def _load(spec: EnvSpec) -> tuple[list[Placed], list[Placed], list[str]]:
     return load(o["data"], o.get("prompt", ""), o["config"], o["split"])
 
 
-def _messages(prompt: str | list[Message], raw: bool = False) -> list[Message]:
-    if raw and isinstance(prompt, str):
-        return [{"role": "raw", "content": prompt}]
-    return [user(prompt)] if isinstance(prompt, str) else copy.deepcopy(prompt)
+def _completion(prompt: str | list[Message], response: str) -> Any:
+    """What the functions get for a response: a text, or the messages since the prompt."""
+    if isinstance(prompt, str):
+        return response
+    earlier = [*getattr(response, "earlier", ())]
+    last = {"role": "assistant", "content": response.removeprefix(prefill_of(prompt))}
+    return earlier if getattr(response, "is_cut", False) else [*earlier, last]
 
 
 def _call_all(
-    functions: list[Function], arguments: dict[str, Any], row: Row | None
+    functions: list[Function], lists: dict[str, list[Any]], others: dict[str, Any], row: Row | None
 ) -> dict[str, Any]:
-    """What each function returns, by name. `row`: as `_named`."""
+    """What each function returns, by name. `lists`: arguments with an entry for each completion,
+    of which each function gets copies. `row`: as `_named`."""
     returned = {}
     # calling an async function only makes a coroutine: after the others, which may raise
     for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
+        parameters = inspect.signature(function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         with _named(name, row):
-            # a copy: it may change what it gets, which other functions and later updates need
-            same = {id(world): world for world in arguments.get("environments", ())}
-            own = copy.deepcopy(_accepted(function, arguments), same)
-            try:
-                returned[name] = function(**own)
-            except TypeError as error:
-                if "string indices" in str(error) and isinstance(arguments["completions"][0], str):
-                    raise TypeError(f"{error}; {OF_TEXTS}") from error
-                raise
+            own = {key: [*map(copy.deepcopy, values)] for key, values in lists.items()
+                   if takes_all or key in parameters}  # fmt: skip
+            own |= {key: value for key, value in others.items() if takes_all or key in parameters}
+            returned[name] = function(**own)
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
         returned |= event_loop.wait_for(_await_all(waiting, row))
     return {name: returned[name] for name, _, _ in functions}
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a function has parameters for."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
-
-
 def _numbers(returned: Any, count: int) -> list[float | None]:
     """What a function returned, as `count` numbers; raises if it is anything else."""
-    wanted = f"not a list of {count} numbers, one for each completion"
     if callable(returned):
         raise TypeError("it returned a function, so it makes reward functions: write `made = ..`, "
                         "a call of it, in its file, and name made")  # fmt: skip
     if isinstance(returned, str | bytes | dict | set) or not isinstance(returned, Iterable):
-        raise TypeError(f"it returned {returned!r:.50}, {wanted}")
+        raise TypeError(f"it returned {returned!r:.50}, not a list of {count} numbers, one for "
+                        "each completion")  # fmt: skip
     rewards = list(returned)
     if len(rewards) != count:
         raise ValueError(f"{len(rewards)} rewards for {count} completions")
     for reward in rewards:
-        if reward is not None and (
-            isinstance(reward, str | bytes) or not hasattr(reward, "__float__")
-        ):
+        if isinstance(reward, str) or not (reward is None or hasattr(reward, "__float__")):
             raise TypeError(f"it returned {reward!r:.50} for a completion, not a number or None")
     numbers = [math.nan if reward is None else float(reward) for reward in rewards]
     return [None if math.isnan(number) else number for number in numbers]
@@ -582,10 +518,11 @@ def _named(name: str, row: Row | None = None) -> Iterator[None]:
     except EnvFailure as error:
         raise EnvFailure(f"{name}: {error}") from error
     except Exception as error:
-        raise _with_names(error, name, row) from error
+        raise _error(error, name, row) from error
 
 
-def _with_names(error: Exception, name: str, row: Row | None) -> RuntimeError:
+def _error(error: Exception, name: str, row: Row | None) -> RuntimeError:
     columns = ", ".join(f"{key}={value!r:.60}" for key, value in (row or {}).items())
-    text = f"{name}: {type(error).__name__}: {error!s:.200}"
+    hint = OF_TEXTS if "string indices" in str(error) else ""
+    text = f"{name}: {type(error).__name__}: {error!s:.200}{hint}"
     return RuntimeError(f"{text}; the row: {columns}" if row else text)

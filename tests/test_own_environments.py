@@ -61,6 +61,7 @@ def place(tmp_path, monkeypatch, command):
     monkeypatch.chdir(home)
     monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
     register("typed")(typed)
+    registry.OBJECTS.clear()
     return home
 
 

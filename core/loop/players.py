@@ -84,8 +84,7 @@ def open_collector(
         raise UsageError("--overlap calls reward functions in a second thread: make them async, or "
                          "remove it")  # fmt: skip
     for env in own:
-        texts = [] if tasks.is_raw(env) else rewarded.texts_of(env)
-        if any(is_rendered(policy.tokenizer, text) for text in texts):
+        if not tasks.is_raw(env) and is_rendered(policy.tokenizer, rewarded.a_prompt(env)):
             raise UsageError(f"--env {env}: a prompt has the chat template around it already: add "
                              "raw=true to take it as it is, or give messages")  # fmt: skip
         say(rewarded.what_is_right(env))

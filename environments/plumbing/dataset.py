@@ -1,68 +1,85 @@
 """Rows of data for environments: local files and data sets of the Hugging Face hub."""
 
+import csv
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from environments.base import UsageError
 from environments.plumbing.installed import import_library
+from environments.plumbing.registry import find_file, import_attribute
 
 Row = dict[str, Any]
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 SPLITS = "dataset_dict.json"  # lies in a folder that DatasetDict.save_to_disk wrote
 
 
-def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
-    """Returns the number and the object of each line that is not empty; of a JSON array, also of
-    one within an object in a .json file, {"data": [..]}, of each entry.
+def read_rows(data: str, configuration: str, split: str) -> list[tuple[int, Row]]:
+    """Returns the rows of a file, of a split of a data set of the hub or of a folder with one, or
+    of an object of Python, with their numbers: in lines of JSON those of the lines.
 
-    Raises OSError or UnicodeDecodeError if the file cannot be read, and UsageError, naming the
-    line, for anything but one JSON object per line.
+    Raises UsageError for what is no such file, folder or split, naming the line.
     """
-    rows, text = [], Path(path).read_text(encoding="utf-8-sig")
-    whole: Any = None
-    if text.lstrip().startswith("[") or str(path).endswith(".json"):
-        with suppress(ValueError, RecursionError):
-            whole = json.loads(text)
-    if isinstance(whole, dict):
-        lists = {name: value for name, value in whole.items() if _are_rows(value)}
-        if len(lists) > 1:
-            raise UsageError(f"{path}: which of {', '.join(lists)}? Write one of them to a file of "
-                             "its own")  # fmt: skip
-        whole = next(iter(lists.values()), None)
-    if _are_rows(whole):
-        return list(enumerate(whole, start=1))
-    for number, line in enumerate(text.split("\n"), start=1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError):
-            row = line
-        if row is not None and not isinstance(row, dict):
-            raise UsageError(f"{path}, line {number}: not a JSON object")
-        rows += [] if row is None else [(number, row)]
-    return rows
+    if data.startswith("python:"):
+        return [*enumerate(import_attribute(data), 1)]
+    if not data.endswith(FILES):
+        return [*enumerate(read_hub(os.path.expanduser(data), configuration or None, split), 1)]
+    file = find_file(data)
+    if data.endswith((".jsonl", ".json")):
+        return _read_json(file, split)
+    if split != "train":
+        raise UsageError(f"{data} has no split {split!r}: it is one file")
+    if data.endswith((".csv", ".tsv")):
+        csv.field_size_limit(sys.maxsize)
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            rows = csv.DictReader(lines, delimiter="\t" if data.endswith(".tsv") else ",")
+            return [*enumerate(map(dict, rows), 1)]
+    loaded = import_library("datasets").load_dataset(
+        str(file.parent), data_files=file.name, split="train"
+    )
+    return [*enumerate(_as_stored(loaded), 1)]
 
 
 def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
-    """Returns the rows of a split, or those of a local file, as `datasets` reads its kind, also of
-    a folder that its `save_to_disk` wrote.
-
-    Raises UsageError if that folder has no such split.
-    """
+    """Returns the rows of a split of a data set of the hub, or of a folder that `save_to_disk`
+    wrote. Raises UsageError if that folder has no such split."""
     datasets = import_library("datasets")
-    if os.path.isfile(path):
-        folder, name = os.path.split(os.path.abspath(path))
-        rows = datasets.load_dataset(folder, data_files=name, split="train")
-    elif any(os.path.exists(os.path.join(path, name)) for name in ("state.json", SPLITS)):
-        rows = datasets.load_from_disk(path)
-        if isinstance(rows, dict):
-            if split not in rows:
-                raise UsageError(f"{path} has no split {split!r}; it has {', '.join(rows)}")
-            rows = rows[split]
-    else:
-        rows = datasets.load_dataset(path, configuration, split=split)
-    return [{key: _without_fill(value) for key, value in row.items()} for row in rows]
+    if not any(os.path.exists(os.path.join(path, name)) for name in ("state.json", SPLITS)):
+        return _as_stored(datasets.load_dataset(path, configuration, split=split))
+    rows = datasets.load_from_disk(path)
+    if isinstance(rows, dict):
+        if split not in rows:
+            raise UsageError(f"{path} has no split {split!r}; it has {', '.join(rows)}")
+        rows = rows[split]
+    return _as_stored(rows)
+
+
+def _read_json(file: Path, split: str) -> list[tuple[int, Row]]:
+    """The objects of lines of JSON, of one array, or of an array in an object: {"data": [..]}."""
+    text, whole = file.read_text(encoding="utf-8-sig"), None
+    if text.lstrip().startswith("[") or file.suffix == ".json":
+        with suppress(ValueError):
+            whole = json.loads(text)
+    if isinstance(whole, dict):
+        lists = {name: value for name, value in whole.items() if _are_rows(value)}
+        whole = lists.get(split, next(iter(lists.values()), None) if len(lists) == 1 else None)
+        if len(lists) > 1 and whole is None:
+            raise UsageError(f"{file.name} has no split {split!r}; it has {', '.join(lists)}")
+    if _are_rows(whole):
+        return [*enumerate(whole, 1)]
+    rows: list[tuple[int, Row]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            row = None
+            with suppress(ValueError):
+                row = json.loads(line)
+            if not isinstance(row, dict):
+                raise UsageError(f"{file.name}, line {number}: not a JSON object")
+            rows.append((number, row))
+    return rows
 
 
 def _are_rows(value: Any) -> bool:
@@ -72,19 +89,21 @@ def _are_rows(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _without_fill(value: Any) -> Any:
-    """Messages without the keys that Arrow gives them because those of other rows have them.
-
-    All structures of a column have the same keys there, with None where a row had none: also the
-    arguments of calls of tools, and of different tools. Other values are left as they are.
-    """
+def _as_stored(rows: Any) -> list[Row]:
+    """The rows of a `Dataset` as Arrow has them: pictures and sounds are not decoded. Messages are
+    without the keys that Arrow gives them, as None, because those of other rows have them."""
 
     def without_none(part: Any) -> Any:
         if isinstance(part, dict):
-            return {k: without_none(v) for k, v in part.items() if v is not None}
+            return {key: without_none(value) for key, value in part.items() if value is not None}
         return [*map(without_none, part)] if isinstance(part, list) else part
 
-    is_chat = isinstance(value, list) and value and all(
-        isinstance(message, dict) and "role" in message for message in value
-    )  # fmt: skip
-    return without_none(value) if is_chat else value
+    def is_chat(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and all(
+            isinstance(message, dict) and "role" in message for message in value
+        )  # fmt: skip
+
+    return [
+        {key: without_none(value) if is_chat(value) else value for key, value in row.items()}
+        for row in rows.with_format("arrow")[:].to_pylist()
+    ]

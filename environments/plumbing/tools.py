@@ -267,6 +267,14 @@ class ToolEnv(Env):
         info = self.info | self._counts()
         return ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))
 
+    def step_when_cut(self) -> Step | None:
+        """The last step of an episode that ended between calls; None if the environment has none:
+        `rewarded` calls its functions."""
+        if not hasattr(self.env, "step_when_cut"):
+            return None
+        step = self.env.step_when_cut(self.earlier)
+        return replace(step, info=step.info | self._counts(), truncated=True)
+
     def demonstrate(self, hasty: bool = False) -> str | None:
         return self.env.demonstrate(hasty)
 
