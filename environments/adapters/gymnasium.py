@@ -31,8 +31,14 @@ import inspect
 import random
 from typing import Any
 
-from environments.adapters.gymnasium_players import Game, find_game, format_hint, json_actions
-from environments.adapters.spaces import as_element, to_json
+from environments.adapters.gymnasium_players import (
+    Game,
+    find_game,
+    format_hint,
+    json_actions,
+    to_action,
+    to_json,
+)
 from environments.base import Env, Message, Step, UsageError, check_range
 from environments.parsing import Retries, one_of, read_action, user
 from environments.plumbing.installed import import_library
@@ -85,16 +91,12 @@ class Gymnasium(Env):
         self.rng = random.Random(seed)
         self.retries = Retries(final=-self.game.forfeit * self.scale)
         self.unscaled_return, self.steps = 0.0, 0
-        opening = self.env.reset(seed=seed % 2**31)
-        if not isinstance(opening, tuple):  # one of two numbers would look like observation, info
-            raise TypeError(f"reset() returned {type(opening).__name__}, not observation and info, "
-                            "as Gymnasium has it, and gym since 0.26")  # fmt: skip
-        observation, _ = opening
+        observation, _ = self.env.reset(seed=seed % 2**31)
         self.env.action_space.seed(seed % 2**31)  # of the random guesses
         return [user(self._describe(observation, with_rules=True))]
 
     def step(self, response: str) -> Step:
-        action = as_element(self.env.action_space, extract_action(self.game, response))
+        action = to_action(self.env.action_space, extract_action(self.game, response))
         if action is None:
             return self.retries.refuse(format_hint(self.game), steps=self.steps)
         reward, terminated, truncated = 0.0, False, False

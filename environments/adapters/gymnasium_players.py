@@ -14,6 +14,7 @@ without doubling and splitting (Baldwin et al., 1956); mean return about -0.045 
 """
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable
@@ -22,20 +23,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from environments.adapters.spaces import (
-    MAX_SPELLED,
-    check_observations,
-    describe,
-    is_text,
-    read_json_action,
-)
+from environments.base import UsageError
+from environments.parsing import read_action
+from environments.plumbing.installed import import_library
 
 MAX_RULES = 4000  # characters of a docstring
+MAX_SHOWN = 10_000  # characters of an observation; more is an image
+MAX_SPELLED = 16  # actions, and numbers of an action, that are listed one by one
 RULES_SECTIONS = ("Description", "Action", "Observation", "Reward")
 SECTION = re.compile(r"^\s*#{2,3} +", re.MULTILINE)
-# figures, code and citations; images; and what of links and tags is no text
-NO_TEXT = re.compile(r"```(?:\{|\w|\s*@).*?```|!\[[^]\n]*\]\([^)\n]*\)|<[^>\n]*>|```", re.DOTALL)
-LINK = re.compile(r"\[([^]\n]*)\]\([^)\n]*\)")
 STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stick}
     False: {1: 17, 2: 13, 3: 13, 4: 12, 5: 12, 6: 12, 7: 17, 8: 17, 9: 17, 10: 17},
     True: {1: 19, 2: 18, 3: 18, 4: 18, 5: 18, 6: 18, 7: 18, 8: 18, 9: 19, 10: 19},
@@ -100,11 +96,13 @@ def find_game(env: Any) -> Game:
     id, space = env.spec.id, env.action_space
     if id in GAMES:
         return GAMES[id]
-    check_observations(env.observation_space, id)
+    if len(show_numbers(env.observation_space.sample())) > MAX_SHOWN:
+        raise UsageError(f"{id} observes images, which a language model cannot read; "
+                         "words=module:GAME can tell them as text")  # fmt: skip
     rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
     # The steps may have negative rewards: forfeiting must cost more than the longest episode.
     game = Game(rules, forfeit=env.spec.max_episode_steps or 1.0)
-    if not hasattr(space, "n") or space.shape:  # not Discrete
+    if type(space).__name__ != "Discrete":
         return game._replace(**json_actions(space))
     numbers = range(int(space.start), int(space.start + space.n))
     hint = f"End with a number from {numbers[0]} to {numbers[-1]}."
@@ -112,26 +110,97 @@ def find_game(env: Any) -> Game:
                          hint=hint if len(numbers) > MAX_SPELLED else "")  # fmt: skip
 
 
-def json_actions(space: Any) -> dict[str, Any]:
-    """Returns `read` and `hint` of a Game whose actions are JSON values of `space`."""
-    hint = f'End with JSON: {{"action": {describe(space)}}}'
-    if is_text(space):
-        hint = f"Answer with {describe(space)}."
-    return {"read": partial(read_json_action, space), "hint": hint}
-
-
 def docstring_rules(doc: str | None) -> str:
-    """Returns what the docstring of an environment says about the task.
-
-    These are its introduction and the sections on actions, observations and rewards, without links.
-    """
-    text = NO_TEXT.sub("", inspect.cleandoc(doc or "").replace("<sup>", "^"))
-    intro, *sections = SECTION.split(LINK.sub(r"\1", text))
+    """Returns what the docstring of an environment says about the task: its introduction and the
+    sections on actions, observations and rewards."""
+    intro, *sections = SECTION.split(inspect.cleandoc(doc or ""))
     lines = [line for line in intro.splitlines() if not line.startswith(("#", "|", "This env"))]
     for section in sections:
         if section.startswith(RULES_SECTIONS):
             lines += section.splitlines()[1:]
     return "\n".join(line.strip() for line in lines if line.strip())[:MAX_RULES]
+
+
+def json_actions(space: Any) -> dict[str, Any]:
+    """Returns `read` and `hint` of a Game whose actions are JSON values of `space`; where they are
+    texts, also whole responses."""
+    hint = f'End with JSON: {{"action": {describe(space)}}}'
+    if type(space).__name__ == "Text":
+        hint = f"Answer with {describe(space)}."
+    return {"read": partial(read_json_action, space), "hint": hint}
+
+
+def describe(space: Any) -> str:
+    """Returns the JSON values that are in an action space. Raises UsageError for other spaces.
+
+    >>> from gymnasium.spaces import Box  # doctest: +SKIP
+    >>> describe(Box(-1, 1, (2,)))  # doctest: +SKIP
+    '[-1 to 1, -1 to 1]'
+    """
+    spaces = import_library("gymnasium").spaces
+    if isinstance(space, spaces.Text):
+        return f"a text of at most {space.max_length} characters"
+    if isinstance(space, spaces.Dict):
+        return f"{{{', '.join(f'{json.dumps(k)}: {describe(s)}' for k, s in space.items())}}}"
+    if isinstance(space, spaces.Box):
+        return _ranges(space.low, space.high)
+    if isinstance(space, spaces.MultiBinary):
+        return _ranges(np.zeros(space.shape), np.ones(space.shape))
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        counts = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        return _ranges(space.start, space.start + counts - 1)
+    raise UsageError(f"actions of the space {space} are not read from text: words=module:GAME can")
+
+
+def read_json_action(space: Any, response: str) -> Any:
+    """Returns the last action of `space` in {"action": ..} or <action>..</action>, else None; where
+    actions are texts, else the whole response, if it is one."""
+
+    def convert(value: Any) -> Any:
+        action = to_action(space, value)
+        if action is None and isinstance(value, str):  # between tags
+            try:
+                action = to_action(space, json.loads(value))
+            except (ValueError, RecursionError):
+                return None
+        return None if action is None else (action,)  # an array has no truth value
+
+    found = read_action(response, "action", convert)
+    if found is None:
+        return to_action(space, response.strip()) if type(space).__name__ == "Text" else None
+    return found[0]
+
+
+def to_action(space: Any, value: Any) -> Any:
+    """Returns a value of JSON or NumPy as an element of `space`, as Gymnasium reads it; None if it
+    is not one. One number stands for an array of one."""
+    if space.shape == (1,) and isinstance(value, int | float):
+        value = [value]
+    try:
+        named = isinstance(value, dict)
+        [action] = space.from_jsonable({k: [v] for k, v in value.items()} if named else [value])
+        return action if space.contains(action) else None
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError, AttributeError):
+        return None
+
+
+def to_json(action: Any) -> str:
+    """Returns an action as JSON, which `read_json_action` reads."""
+    return json.dumps({"action": action}, default=lambda value: value.tolist())
+
+
+def _ranges(low: Any, high: Any) -> str:
+    """Returns the ranges of an array as nested lists, or its shape and range if it is large."""
+    low, high = np.asarray(low), np.asarray(high)
+    if low.size > MAX_SPELLED:
+        return f"{low.shape} numbers, {_ranges(low.min(), high.max())}"
+    if low.ndim > 0:
+        return f"[{', '.join(_ranges(a, b) for a, b in zip(low, high, strict=True))}]"
+    below, above = (abs(bound) > 1e30 for bound in (low, high))
+    if below or above:
+        return "any number" if below and above else (
+            f"at most {high:g}" if below else f"at least {low:g}")  # fmt: skip
+    return f"{low:g} to {high:g}"
 
 
 def cartpole(observation: Any) -> int:
