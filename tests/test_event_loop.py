@@ -10,35 +10,25 @@ import pytest
 from environments.plumbing import event_loop
 
 
-async def loop_after(seconds=0.0):
-    await asyncio.sleep(seconds)
+async def the_loop():
+    await asyncio.sleep(0.001)
     return asyncio.get_running_loop()
 
 
-def test_calls_of_all_threads_share_a_loop():
-    with ThreadPoolExecutor(4) as pool:
-        loops = set(pool.map(lambda _: event_loop.wait_for(loop_after(0.001)), range(16)))
-    assert loops == {event_loop.wait_for(loop_after())}
-
-    async def inside():  # also of a thread whose own loop runs, as in a notebook
-        return event_loop.wait_for(loop_after())
-
-    assert asyncio.run(inside()) in loops
-
-
-@pytest.mark.parametrize("error", [TimeoutError("late"), KeyError("key"), SystemExit(3)])
-def test_an_exception_of_a_coroutine_is_raised(error):
-    async def fail():
+def test_calls_of_all_threads_share_a_loop_which_outlives_exceptions():
+    async def fail(error):
+        await asyncio.gather(asyncio.sleep(0, error), asyncio.sleep(0))
         raise error
 
-    async def fail_beside():
-        await asyncio.gather(fail(), asyncio.sleep(0))
+    async def inside():  # of a thread whose own loop runs, as in a notebook
+        return event_loop.wait_for(the_loop())
 
-    loop = event_loop.wait_for(loop_after())
-    for failing in (fail, fail_beside):
+    with ThreadPoolExecutor(4) as pool:
+        loops = set(pool.map(lambda _: event_loop.wait_for(the_loop()), range(16)))
+    for error in (TimeoutError("late"), KeyError("key"), SystemExit(3)):
         with pytest.raises(type(error)):
-            event_loop.wait_for(failing())
-    assert event_loop.wait_for(loop_after()) is loop
+            event_loop.wait_for(fail(error))
+    assert loops == {asyncio.run(inside())}
 
 
 def test_a_call_that_is_interrupted_is_cancelled(monkeypatch):

@@ -76,4 +76,4 @@ def test_a_game_that_raises_costs_its_player_and_is_named_once(capsys):
         assert steps["player_0"].info == {"correct": False, "invalid": True}
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("textarena:id=CharacterConclave-v0 raised TypeError: ")
-    assert "env.py, line " in line and "the player gets -1" in line
+    assert "the player gets -1" in line

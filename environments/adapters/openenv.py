@@ -33,6 +33,7 @@ import httpx
 from environments.base import Env, EnvFailure, Message, Step, UsageError
 from environments.parsing import Retries, json_objects, read_action, user
 from environments.plumbing.installed import import_library
+from environments.plumbing.registry import describe_error
 
 HIDDEN_FIELDS = ("done", "reward", "metadata")
 CONNECT_TIMEOUT = 10.0  # seconds
@@ -47,30 +48,36 @@ class OpenEnv(Env):
     def __init__(self, url: str = "http://127.0.0.1:8000", field: str = "message") -> None:
         self.client_class = import_library("openenv.core").GenericEnvClient
         self.url, self.fields = url, field.split()
-        if not self.fields:
-            raise UsageError("field must name a field of the server's action")
-        self.hint = f"That is no valid {self.fields[0]}."
+        self.hint = f"That is no valid {field}."
         if len(self.fields) > 1:
             self.hint = f"Answer with JSON: {json.dumps(dict.fromkeys(self.fields, '..'))}"
         self.client: Any = None
         self._connect()  # raises if there is no server, or no free session
         self.close()  # the session is free until the first episode
-        self._check_fields()
+        address = f"http{url.rstrip('/').removeprefix('http').removeprefix('ws')}/schema"
+        try:
+            schema = httpx.get(address, timeout=CONNECT_TIMEOUT).json()["action"]
+            known, needed = [*schema["properties"]], schema.get("required", [])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+            return  # an older server
+        if not {*needed} <= {*self.fields} <= {*known}:
+            names = " ".join(name for name in known if name not in HIDDEN_FIELDS)
+            raise UsageError(f"field={field}: the server's action has the fields {names}; "
+                             f"it needs field={' '.join(needed)}")  # fmt: skip
 
     def reset(self, seed: int) -> list[Message]:
         self.retries = Retries()
-        problem = ""
-        for _ in range(2):  # the server may have closed an idle session
+        for attempt in (1, 2):  # the server may have closed an idle session
             try:
                 if self.client is None:
                     self._connect()
                 return [user(as_text(self.client.reset(seed=seed).observation))]
             except Exception as error:
                 self.close()
-                if "CAPACITY_REACHED" in str(error):
-                    raise EnvFailure(f"the OpenEnv server at {self.url} is full: {error}") from None
-                problem = _text(error)
-        raise EnvFailure(f"no OpenEnv session at {self.url}: {problem}")
+                if attempt == 2 or "CAPACITY_REACHED" in str(error):
+                    raise EnvFailure(f"no OpenEnv session at {self.url}: {describe_error(error)}"
+                                     ) from None  # fmt: skip
+        raise AssertionError
 
     def step(self, response: str) -> Step:
         action = self._action(response)
@@ -84,14 +91,11 @@ class OpenEnv(Env):
             if "VALIDATION_ERROR" in str(error):
                 return self.retries.refuse(self.hint)
             self.close()
-            has_answered = "(code: " in str(error)
-            kind = RuntimeError if has_answered else EnvFailure
-            raise kind(f"the OpenEnv server at {self.url}: {_text(error)}") from None
+            kind = RuntimeError if "(code: " in str(error) else EnvFailure  # it has answered
+            raise kind(f"the OpenEnv server at {self.url}: {describe_error(error)}") from None
         reward = float(result.reward or 0.0)
-        if result.done:
-            self.close()
-            return Step(None, reward, True, {"correct": reward > 0})
-        return Step(user(as_text(result.observation)), reward, False, {"correct": False})
+        message = None if result.done else user(as_text(result.observation))
+        return Step(message, reward, result.done, {"correct": result.done and reward > 0})
 
     def close(self) -> None:
         """Ends the session."""
@@ -103,28 +107,9 @@ class OpenEnv(Env):
         if len(self.fields) == 1:
             value = read_action(response, self.fields[0], lambda value: value)
             return {self.fields[0]: response if value is None else value}
-        for found in json_objects(response):
-            if {*self.fields} <= {*found}:
-                return {field: found[field] for field in self.fields}
-        return None
-
-    def _check_fields(self) -> None:
-        """Raises UsageError if the server's action has not these fields, or needs others.
-
-        The server says so itself, where it has OpenEnv's address /schema.
-        """
-        address = f"http{self.url.rstrip('/').removeprefix('http').removeprefix('ws')}/schema"
-        try:
-            schema = httpx.get(address, timeout=CONNECT_TIMEOUT).json()["action"]
-            known, needed = [*schema["properties"]], schema.get("required", [])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return
-        unknown = [] if schema.get("additionalProperties") else {*self.fields} - {*known}
-        if unknown or not {*needed} <= {*self.fields}:
-            names = " ".join(field for field in known if field not in HIDDEN_FIELDS)
-            advice = f"the server needs field={' '.join(needed)}" if needed else "choose of these"
-            raise UsageError(f"field={' '.join(self.fields)}: the server's action has the fields "
-                             f"{names}; {advice}")  # fmt: skip
+        found = (value for value in json_objects(response) if {*self.fields} <= {*value})
+        action = next(found, None)
+        return action and {field: action[field] for field in self.fields}
 
     def _connect(self) -> None:
         client = self.client_class(base_url=self.url, connect_timeout_s=CONNECT_TIMEOUT)
@@ -134,16 +119,10 @@ class OpenEnv(Env):
 
 def as_text(observation: dict[str, Any]) -> str:
     """Returns the fields of an observation that have a value, as text."""
-    fields = {
-        k: v for k, v in observation.items() if k not in HIDDEN_FIELDS and v not in (None, "")
-    }
-    texts = {
-        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in fields.items()
-    }
-    if len(texts) == 1 and texts == fields:
-        return next(iter(texts.values()))
-    return "\n".join(f"{key}: {text}" for key, text in texts.items()) or "Your turn."
-
-
-def _text(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    given = observation.items()
+    fields = {k: v for k, v in given if k not in HIDDEN_FIELDS and v not in (None, "")}
+    if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
+        return text
+    lines = [f"{k}: {v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}"
+             for k, v in fields.items()]  # fmt: skip
+    return "\n".join(lines) or "Your turn."

@@ -41,10 +41,8 @@ SAFE = {
         ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), NESTED_LIST
     ),
 }
-UNSUPPORTED = {
-    "intermediate_integration": "accepts the question, written as Integral(..), as an answer",
-    "composite": "mixes other datasets: name one of those",
-}
+# accepts the question, written as Integral(..), as an answer; mixes other datasets
+UNSUPPORTED = "intermediate_integration", "composite"
 SET_ORDERED = (
     "isomorphic_strings knight_swap polynomial_multiplication ransom_note word_ladder".split()
 )
@@ -58,10 +56,8 @@ class ReasoningGym(Env):
     """
 
     def __init__(self, dataset: str = "basic_arithmetic", **options: Any) -> None:
-        if reserved := {"size", "seed"} & options.keys():
-            raise UsageError(f"{min(reserved)} is set for each task; remove it")
         if dataset in UNSUPPORTED:
-            raise UsageError(f"the dataset {dataset} {UNSUPPORTED[dataset]}")
+            raise UsageError(f"the dataset {dataset} is not supported: name another one")
         if dataset in SET_ORDERED and os.environ.get("PYTHONHASHSEED") != "0":
             raise UsageError(f"set PYTHONHASHSEED=0: {dataset} depends on the order of a set")
         self.name, self.options = dataset, options
@@ -76,7 +72,9 @@ class ReasoningGym(Env):
         return [user(f"{self.entry['question']} End with <answer>..</answer>.")]
 
     def step(self, response: str) -> Step:
-        answer = read_action(response, "answer", _as_text)
+        answer = read_action(
+            response, "answer", lambda v: v if isinstance(v, str) else json.dumps(v)
+        )
         score = 0.0
         if answer is not None and is_safe(self.name, answer):
             with preserve_global_generators():
@@ -95,10 +93,3 @@ class ReasoningGym(Env):
 def is_safe(dataset: str, answer: str) -> bool:
     """Whether the answer may be passed to the dataset's scorer."""
     return dataset not in SAFE or SAFE[dataset].fullmatch(answer) is not None
-
-
-def _as_text(value: Any) -> str | None:
-    try:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        return None

@@ -42,13 +42,12 @@ class TextArena(MultiAgentEnv):
         check_range("players", players, 0, MAX_PLAYERS)
         self.id, self.textarena = id, import_library("textarena")
         self.generator_states = random.getstate(), np.random.get_state()
+        problem = ""
         for self.players in [players] if players else range(1, MAX_PLAYERS + 1):
             try:
                 self.reset(0)
             except Exception as error:  # unknown game, wrong number of players, missing word list
                 problem = " ".join(str(error).split())[:200]
-                if self.game is None:  # the game could not even be created
-                    break
                 continue
             single = isinstance(self.game.state, self.textarena.SinglePlayerState)
             if players or single or self.players > 1:  # some multiplayer games start with one
@@ -60,9 +59,9 @@ class TextArena(MultiAgentEnv):
         with self._own_generators():
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            self.game: Any = None
             # A new game each time: some games keep state, such as the deck, across resets.
-            self.game = self.env = self.textarena.make(self.id)
+            self.game: Any = self.textarena.make(self.id)
+            self.env = self.game
             self.env.reset(num_players=self.players, seed=seed)
         while isinstance(self.game, self.textarena.Wrapper):  # wrappers repeat the whole chat
             self.game = self.game.env
