@@ -1,34 +1,42 @@
 """Chat messages to token ids, with the tokenizer's chat template; a chat grows only by appending.
 
-    ids = prompt_ids(tokenizer, messages)                   # opening prompt, ready to sample from
-    completion = ...                                        # token ids, sampled by the policy
-    ids += completion + ids_after_completion(tokenizer, messages, turn_closed=True)
+    ids = prompt_ids(tokenizer, messages)          # the opening prompt, ready to sample from
+    ids += completion                              # token ids, sampled by the policy
+    ids = next_prompt_ids(tokenizer, ids, new_messages, stop_ids)
 
 A completion is never rendered or tokenized again, so the policy trains on the ids that it sampled.
-Only the template can write the tokens that mark turns. A message that quotes such a token, like
-"<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn. `tools` are
-JSON schemas for a template with a tool format; core/extras/tools.py says which it has.
+Only the template can write the tokens that its turns are made of. A message that quotes such a
+token, like "<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn.
+`tools` are JSON schemas. A template that writes calls as Hermes and Qwen do, or whose tokenizer has
+a `response_template`, writes them itself; for others `without_tools` puts them into messages.
 """
 
 import json
 import re
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.faults import UsageError
-from core.patches import render_with
 from core.types import Message
 from environments.plumbing.text import one_line
-from environments.plumbing.tools import END_OF_THOUGHT, THOUGHT, call_text
+from environments.plumbing.tools import (
+    END_OF_THOUGHT,
+    OPENING,
+    THOUGHT,
+    Call,
+    call_text,
+    read_calls,
+)
 
+Schema = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool", "raw")
 RAW = "raw"  # the role of a text that is a whole prompt, with what a template would write
 # For a model without a chat template, of which all prompts are raw: nothing around an answer but
@@ -37,10 +45,11 @@ PLAIN = ("{% for m in messages %}{{ m['content'] }}"
          "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")  # fmt: skip
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
+SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
+NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 QUESTION: Message = {"role": "user", "content": "?"}
 ANSWER: Message = {"role": "assistant", "content": COMPLETION}
-RESULT: Message = {"role": "tool", "content": "?"}
-TOOL: dict[str, Any] = {  # schema of a function that is never called
+TOOL: Schema = {  # of a function that is never called
     "type": "function",
     "function": {
         "name": "lookup",
@@ -52,21 +61,22 @@ TOOL: dict[str, Any] = {  # schema of a function that is never called
         },
     },
 }
-MARKER = 'Is 1 < 2 & "b"\n\n  at least \\é?'  # text that a template may not change
-NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a template
-TODAY = "today"
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
-# Mistral's template wants an id of nine characters in the result of a call
+RESULT: Message = {"role": "tool", "content": "found"}
+# some templates want an id in a call and in its result
 CALL_ID: dict[str, Any] = {"name": "tool", "tool_call_id": "call00001"}
 TOOL_CALL: dict[str, Any] = {"type": "function", "id": CALL_ID["tool_call_id"]}
-# of the arguments of a call, as templates want them: an object, or text (DeepSeek)
-ENCODINGS = dict, partial(json.dumps, ensure_ascii=False)
+SHOWN = ("name", "description", "parameters")  # of a schema
+INSTRUCTIONS = (
+    'You can call functions: <tool_call>{{"name": .., "arguments": {{..}}}}</tool_call>\n'
+    "<tools>\n{}\n</tools>"
+)
+MARKER = 'Is 1 < 2 & "b"\n\n  at least \\é?'  # text that a template may not change
+TODAY = "today"
+NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a template
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 # What begins a turn in the templates of many models, and what follows it
 MARKS = [("<|im_start|>", "<|im_end|>"), ("<|start_header_id|>", "<|end_header_id|>"),
          ("<start_of_turn>", "<end_of_turn>"), ("[INST]", "[/INST]")]  # fmt: skip
-SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
-Schema = dict[str, Any]
-NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 
 
 def prompt_ids(
@@ -83,43 +93,35 @@ def prompt_ids(
         text, begin = messages[0]["content"], str(tokenizer.bos_token or "")
         has_begin = bool(begin) and text.startswith(begin)
         return [*tokenizer(text, add_special_tokens=not has_begin).input_ids]
-    chat, tools = _split_turn_tokens(tokenizer, messages, tools), _split_schemas(tokenizer, tools)
-    return _encode(tokenizer, _render_results(tokenizer, chat, True, tools))
+    return _encode(tokenizer, render(tokenizer, _quoted(tokenizer, messages, tools), tools=tools))
 
 
 def with_prefill(tokenizer: Tokenizer, prompt: list[int], text: str) -> list[int]:
     """The ids of a prompt and of the beginning of its answer, which is given."""
     if text.lstrip().startswith(THOUGHT):
         prompt = without_opened_thought(tokenizer, prompt)
-    return prompt + _encode(tokenizer, _split(tokenizer, text, with_tools=False))
+    return prompt + _encode(tokenizer, _split(tokenizer, text))
 
 
-def ids_after_completion(
+def next_prompt_ids(
     tokenizer: Tokenizer,
+    ids: list[int],
     messages: list[Message],
-    turn_closed: bool,
-    num_new: int = 1,
+    stop_ids: Collection[int],
     tools: Sequence[Schema] = (),
 ) -> list[int]:
-    """Token ids between a completion and the next one. Raises as `prompt_ids` does.
+    """`ids`, which end with a sampled answer, and those of the `messages` after it, up to the point
+    where the assistant writes again. Raises as `prompt_ids` does.
 
-    `messages` ends with the assistant's message and `num_new` new ones. `turn_closed`: the
-    completion ends with the token that closes the turn.
+    Where the answer ends with one of `stop_ids` that is not the template's, such as <|return|> for
+    the <|end|> of gpt-oss, the template's takes its place.
     """
-    split = _split_turn_tokens(tokenizer, messages, tools)
-    chat = [*split[: -num_new - 1], ANSWER, *split[-num_new:]]
-    text = _text_after_answer(tokenizer, chat, tools=_split_schemas(tokenizer, tools))
-    return _encode(tokenizer, text.lstrip())[1:] if turn_closed else _encode(tokenizer, text)
-
-
-@lru_cache(maxsize=32)
-def closing_ids(tokenizer: Tokenizer, next_role: str) -> list[int]:
-    """The first id that the template writes after an answer, before a message of `next_role`.
-
-    It closes the turn. GLM-4 has no closing token: there it opens the next message.
-    """
-    chat: list[Message] = [QUESTION, ANSWER, {"role": next_role, "content": "?"}]
-    return _encode(tokenizer, _text_after_answer(tokenizer, chat).lstrip())[:1]
+    chat = [QUESTION, ANSWER, *_quoted(tokenizer, messages, tools)]
+    text = _text_after_answer(tokenizer, chat, tools=tools)
+    closing, *others = _encode(tokenizer, text.lstrip())
+    if ids[-1] == closing:
+        return ids + others
+    return (ids[:-1] if ids[-1] in stop_ids else ids) + _encode(tokenizer, text)
 
 
 def without_thinking(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -147,29 +149,20 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> No
 
     Raises UsageError for an option that the template does not read, and for what is no date.
     """
-    date = str(options.get(TODAY, ""))
-    options = {name: value for name, value in options.items() if name != TODAY}
-    if not tokenizer.chat_template or not (options or date):
-        return
-    found: Any = tokenizer.chat_template  # or several, by name
+    own = {name: value for name, value in options.items() if name != TODAY}
+    found: Any = tokenizer.chat_template or ""  # or several, by name
     templates = list(found.values()) if isinstance(found, dict) else [found]
     lexed = (token for template in templates for token in Environment().lex(template))
     names = {text for _, kind, text in lexed if kind == "name"}
-    for name in options:
+    for name in own:
         if name not in names - RESERVED:
             raise UsageError(f"--template-options {name}: the chat template has no such option")
-
+    date = str(options.get(TODAY, ""))
     try:
-        now = datetime.fromisoformat(date or "2000-01-01")
+        today = datetime.fromisoformat(date) if date else None
     except ValueError:
         raise UsageError(f"--template-options today={date}: write a date as 2026-01-31") from None
-
-    def with_date(template: str) -> str:
-        if not date:
-            return template
-        return NOW.sub(lambda call: repr(now.strftime(call[2])), template)
-
-    render_with(tokenizer, with_date, options)
+    tokenizer.template_options, tokenizer.today = own, today  # type: ignore[attr-defined]
 
 
 def is_rendered(tokenizer: Tokenizer, text: str) -> bool:
@@ -188,8 +181,10 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int:
 
     Raises UsageError if plain text ends the turn.
     """
-    text = _text_after_answer(tokenizer, [QUESTION, ANSWER], open_turn=False)
-    ids = _encode(tokenizer, text.lstrip()) or closing_ids(tokenizer, "user")
+    for chat in ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION]):
+        text = _text_after_answer(tokenizer, chat, open_turn=False)
+        if ids := _encode(tokenizer, text.lstrip())[:1]:
+            break
     if not ids or ids[0] not in tokenizer.added_tokens_decoder:
         raise UsageError("the chat template does not close the assistant's turn with a token")
     return ids[0]
@@ -202,17 +197,15 @@ def without_embedding(tokenizer: Tokenizer, count: int) -> list[str]:
     Raises UsageError if the template writes one, or if the vocabulary itself is larger.
     """
     tokenizer.num_embeddings = count  # type: ignore[attr-defined]
-    decoder = tokenizer.added_tokens_decoder
-    unknown = [decoder[i].content for i in sorted(decoder) if i >= count]
-    written = _encode(tokenizer, render(tokenizer, [QUESTION, ANSWER, QUESTION]))
     hint = "resize_token_embeddings(len(tokenizer)) makes the missing ones, to be trained"
     if tokenizer.vocab_size > count:
         raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {count} "
                          f"embeddings: it may be of another model; {hint}")  # fmt: skip
-    if max(written) >= count:
-        raise UsageError(f"the chat template writes {tokenizer.decode([max(written)])!r}, a token "
+    last = max(_encode(tokenizer, render(tokenizer, [QUESTION, ANSWER, QUESTION])))
+    if last >= count:
+        raise UsageError(f"the chat template writes {tokenizer.decode([last])!r}, a token "
                          f"that was added and has no embedding: {hint}")  # fmt: skip
-    return unknown
+    return [t.content for i, t in sorted(tokenizer.added_tokens_decoder.items()) if i >= count]
 
 
 def num_embeddings(tokenizer: Tokenizer) -> int:
@@ -246,19 +239,18 @@ def clean_message(message: Message) -> Message:
     try:
         for function in (call["function"] for call in message.get("tool_calls") or ()):
             values = function.get("arguments") or {}
-            values = json.loads(values if isinstance(values, str) else json.dumps(values))
+            values = json.loads(values) if isinstance(values, str) else values
             named = {"name": f"{function['name']}", "arguments": {**values}}
+            named = json.loads(_clean(json.dumps(named, ensure_ascii=False)))
             calls.append(TOOL_CALL | {"function": named})
-        found = "" if calls and message.get("content") is None else message["content"]
-        texts = [text.encode("utf-16", "surrogatepass") for text in (message["role"], found)]
+        content = _clean("" if calls and message.get("content") is None else message["content"])
+        role = message["role"]
     except (TypeError, KeyError, AttributeError, ValueError):
         raise TypeError(
             f"a message needs a role and a content of text, not {message!r:.200}"
         ) from None
-    if message["role"] not in ROLES:
-        raise TypeError(f"a message has one of the roles {', '.join(ROLES)}, not "
-                        f"{message['role']!r:.80}")  # fmt: skip
-    role, content = (t.decode("utf-16", "replace").translate(NONCHARACTERS) for t in texts)
+    if role not in ROLES:
+        raise TypeError(f"a message has one of the roles {', '.join(ROLES)}, not {role!r:.80}")
     cleaned: Message = {"role": role, "content": content}
     return cleaned | {"tool_calls": calls} if calls else cleaned
 
@@ -288,188 +280,11 @@ def accepts_system(tokenizer: Tokenizer) -> bool:
 
 
 @lru_cache(maxsize=8)
-def alternates(tokenizer: Tokenizer) -> bool:
-    """Whether the template refuses two messages of the user in a row."""
-    try:
-        return not render(tokenizer, [QUESTION, QUESTION])
-    except UsageError:
-        return True
-
-
-def _split_turn_tokens(
-    tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
-) -> list[Message]:
-    """Clean messages with a SPLIT inside every turn token that they quote."""
-    chat, with_tools = [clean_message(message) for message in messages], bool(tools)
-    for m in chat:
-        m["content"] = _split(tokenizer, m["content"], with_tools)
-        if "tool_calls" in m:
-            m["tool_calls"] = _split_schemas(tokenizer, m["tool_calls"])
-    return _with_calls(tokenizer, chat, tools)
-
-
-def _with_calls(
-    tokenizer: Tokenizer, chat: list[Message], tools: Sequence[Schema]
-) -> list[Message]:
-    """The chat with its calls as the template writes them, or else as a part of the content."""
-    if not any("tool_calls" in m for m in chat):
-        return chat
-
-    def written(chat: list[Message]) -> str:
-        try:
-            return render(tokenizer, chat, open_turn=False, tools=tools)
-        except UsageError:
-            return ""
-
-    without = written([{"role": m["role"], "content": m["content"]} for m in chat])
-    for encode in ENCODINGS:
-        found = [_with_arguments(m, encode) for m in chat]
-        if written(found) not in ("", without):
-            return found
-    return [{"role": m["role"], "content": content_and_calls(m)} for m in chat]
-
-
-def _with_arguments(message: Message, encode: Callable[[Any], Any]) -> Message:
-    """The message with the arguments of its calls in another form."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    encoded = [f | {"arguments": encode(f["arguments"])} for f in functions]
-    calls = [TOOL_CALL | {"function": f} for f in encoded]
-    return message | {"tool_calls": calls} if calls else message
-
-
-def as_result(content: str) -> str:
-    """The result of a tool in a message of the user, for a template without them."""
-    return f"<tool_response>\n{content}\n</tool_response>"
-
-
-def content_and_calls(message: Message) -> str:
-    """The text of a message that has calls, for a template or a server without them."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    calls = [call_text(f["name"], **f["arguments"]) for f in functions]
-    return "\n".join(filter(None, [message["content"], *calls]))
-
-
-def _split_schemas(tokenizer: Tokenizer, tools: Sequence[Schema]) -> list[Schema]:
-    """The schemas, whose texts an environment wrote, in the same way."""
-
-    def split(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {split(key): split(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [split(item) for item in value]
-        if not isinstance(value, str):
-            return value
-        cleaned = clean_message({"role": "tool", "content": value})["content"]
-        return _split(tokenizer, cleaned, with_tools=True)
-
-    return [split(schema) for schema in tools]
-
-
-@lru_cache(maxsize=4096)  # a chat comes back with each turn
-def _split(tokenizer: Tokenizer, text: str, with_tools: bool) -> str:
-    """`text` with a SPLIT inside every turn token, also one that the normalizer makes of it."""
-    tokens = _turn_tokens(tokenizer, with_tools)
-    for token in tokens:
-        while token in text:  # repeated, because matches overlap: "aXaXa" contains "aXa" twice
-            text = text.replace(token, token[0] + SPLIT + token[1:])
-    ids = {*tokens.values()}
-    if ids & {*_encode(tokenizer, text)}:  # of fullwidth or capital letters: character by character
-        characters = text.replace(SPLIT, "")
-        alone = ("\ufffd" if ids & {*_encode(tokenizer, c)} else c for c in characters)
-        text = SPLIT.join(alone)
-    return text
-
-
-@lru_cache(maxsize=8)
-def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> dict[str, int]:
-    """The special tokens, and other added tokens that the template writes, as DeepSeek's does, or
-    that the model has no embeddings for.
-
-    `with_tools`: those that it writes around schemas, calls and results, too, as Qwen's does.
-    """
-    chat: list[Message] = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
-    written = _encode(tokenizer, render(tokenizer, chat, open_turn=False))
-    if with_tools:
-        with suppress(UsageError):  # of a template without calls, which writes nothing more
-            text = render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT])
-            written += _encode(tokenizer, text)
-    added = tokenizer.added_tokens_decoder.items()
-    end = num_embeddings(tokenizer)
-    tokens = {t.content: i for i, t in added if t.special or i in written or i >= end}
-    # <unk> stands for characters that the tokenizer lacks
-    unknown = {tokenizer.unk_token_id} - {*written}
-    return {
-        token: -1 if i in unknown else i for token, i in tokens.items() if len(token.strip()) > 1
-    }
-
-
-@lru_cache(maxsize=8)
 def opened_thought(tokenizer: Tokenizer) -> str:
     """What the end of a prompt has in addition to the history, if that is a <think>."""
     history = _text_before_answer(tokenizer, [QUESTION, ANSWER, QUESTION])
     opened = render(tokenizer, [QUESTION]).removeprefix(history)
     return opened if opened.lstrip().startswith(THOUGHT) else ""
-
-
-def _text_before_answer(tokenizer: Tokenizer, chat: list[Message]) -> str:
-    return render(tokenizer, chat, open_turn=False).partition(COMPLETION)[0]
-
-
-def _text_after_answer(
-    tokenizer: Tokenizer,
-    chat: list[Message],
-    open_turn: bool = True,
-    tools: Sequence[Schema] = (),
-) -> str:
-    text = _render_results(tokenizer, chat, open_turn, tools)
-    _, found, text = text.rpartition(COMPLETION)
-    if not found:
-        raise UsageError("the chat template leaves out or rewrites the assistant's messages")
-    return text
-
-
-def _render_results(
-    tokenizer: Tokenizer, chat: list[Message], open_turn: bool, tools: Sequence[Schema]
-) -> str:
-    """As `render`, but a template that refuses results of tools gets what stands between two
-    answers as one message of the user: it may have no other roles, and want both to alternate."""
-    try:
-        return render(tokenizer, chat, open_turn, tools)
-    except UsageError:
-        merged: list[Message] = []
-        for message in chat:
-            if message["role"] == "tool":
-                content = _split(tokenizer, as_result(message["content"]), with_tools=True)
-                message = {"role": "user", "content": content}
-            if merged and message["role"] == merged[-1]["role"] == "user":
-                content = f"{merged.pop()['content']}\n{message['content']}"
-                message = {"role": "user", "content": content}
-            merged.append(message)
-        if any(message["role"] == "tool" for message in chat):
-            with suppress(UsageError):
-                return render(tokenizer, merged, open_turn, tools)
-        raise
-
-
-def render_calls(
-    tokenizer: Tokenizer,
-    content: str,
-    calls: Sequence[tuple[str, dict[str, Any]]],
-    after: Sequence[Message] = (),
-) -> str:
-    """The text of a question, an answer with calls (name, arguments), and the messages after it.
-
-    Raises UsageError if the template refuses them.
-    """
-    tool_calls = [{"function": {"name": name, "arguments": values}} for name, values in calls]
-    answer: Message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
-    for encode in ENCODINGS:
-        chat = [QUESTION, _with_arguments(answer, encode), *after]
-        try:
-            return render(tokenizer, chat, open_turn=False, tools=[TOOL])
-        except UsageError as error:
-            reason = str(error)
-    raise UsageError(f"the chat template refuses calls of tools: {reason}")
 
 
 def render(
@@ -482,14 +297,140 @@ def render(
 
     Raises UsageError if there is no template, and if it refuses the messages or fails.
     """
+    has_tools = bool(tools) or any(m["role"] == "tool" or "tool_calls" in m for m in chat)
+    if has_tools and not has_tool_format(tokenizer):
+        chat, tools = without_tools(tokenizer, chat, tools), ()
+    return _apply(tokenizer, chat, open_turn, tools)
+
+
+@lru_cache(maxsize=8)
+def has_tool_format(tokenizer: Tokenizer) -> bool:
+    """Whether the template writes schemas, calls and results, and picoRL can read such calls."""
+    call: dict[str, Any] = {"name": "lookup", "arguments": {"word": "a word"}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL | {"function": call}]}
+    with suppress(UsageError):
+        text = _apply(tokenizer, [QUESTION, asked, RESULT], False, [TOOL])
+        if TOOL["function"]["description"] in text and RESULT["content"] in text:
+            written = read_calls(OPENING + text.rpartition(OPENING)[2])
+            return parses_calls(tokenizer) or written == [Call("lookup", call["arguments"])]
+    return False
+
+
+def parses_calls(tokenizer: Tokenizer) -> bool:
+    """Whether transformers' `parse_response` finds the calls in what the model writes."""
+    return "tool_calls" in str(getattr(tokenizer, "response_template", ""))
+
+
+def without_tools(
+    tokenizer: Tokenizer, chat: list[Message], tools: Sequence[Schema] = ()
+) -> list[Message]:
+    """The chat in messages that any template and any server accepts: schemas in the system message,
+    calls in the text of an answer (`call_text`), and results as messages of the user.
+
+    The results of one answer are one message, with what the user says after them.
+    """
+    if tools:
+        functions = [{k: tool["function"][k] for k in SHOWN} for tool in tools]
+        lines = [json.dumps(function, ensure_ascii=False) for function in functions]
+        chat = with_system(tokenizer, chat, INSTRUCTIONS.format("\n".join(lines)), last=True)
+    plain: list[Message] = []
+    after_result = False
+    for message in chat:
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [call_text(f["name"], **f["arguments"]) for f in functions]
+        role, text = message["role"], "\n".join(filter(None, [message["content"], *calls]))
+        if role == "tool":
+            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+        if after_result and role == "user":
+            text = f"{plain.pop()['content']}\n{text}"
+        plain.append({"role": role, "content": text})
+        after_result = message["role"] == "tool"
+    return plain
+
+
+def _quoted(
+    tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema]
+) -> list[Message]:
+    """Clean messages with a SPLIT inside every turn token that they quote."""
+    chat = [clean_message(message) for message in messages]
+    with_tools = bool(tools) or any(message["role"] == "tool" for message in chat)
+    for m in chat:
+        m["content"] = _split(tokenizer, m["content"], with_tools)
+        if "tool_calls" in m:
+            text = json.dumps(m["tool_calls"], ensure_ascii=False)
+            m["tool_calls"] = json.loads(_split(tokenizer, text, with_tools=True))
+    return chat
+
+
+def _split(tokenizer: Tokenizer, text: str, with_tools: bool = False) -> str:
+    """`text` with a SPLIT inside every turn token."""
+    for token in _turn_tokens(tokenizer, with_tools):
+        while token in text:  # repeated, because matches overlap: "aXaXa" contains "aXa" twice
+            text = text.replace(token, token[0] + SPLIT + token[1:])
+    return text
+
+
+@lru_cache(maxsize=8)
+def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
+    """What the turns of the template are made of: the added tokens that it writes, and the special
+    ones that it may write; those that begin, end and pad a text; and those without an embedding.
+
+    `with_tools`: those that it writes around calls and results, too, as Qwen's does.
+    """
+    chat: list[Message] = [QUESTION, {"role": "assistant", "content": "?"}, QUESTION]
+    text = render(tokenizer, chat, open_turn=False)
+    if with_tools:
+        call = TOOL_CALL | {"function": {"name": "?", "arguments": {}}}
+        chat = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, RESULT]
+        text += render(tokenizer, chat, open_turn=False, tools=[TOOL])
+    turns = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    turns |= {*_encode(tokenizer, text)}
+    source, count = str(tokenizer.chat_template), num_embeddings(tokenizer)
+    return [
+        token.content
+        for i, token in tokenizer.added_tokens_decoder.items()
+        if i in turns or i >= count or (token.special and token.content in source)
+        if len(token.content.strip()) > 1
+    ]
+
+
+def _clean(text: str) -> str:
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.translate(NONCHARACTERS)
+
+
+def _text_before_answer(tokenizer: Tokenizer, chat: list[Message]) -> str:
+    return render(tokenizer, chat, open_turn=False).partition(COMPLETION)[0]
+
+
+def _text_after_answer(
+    tokenizer: Tokenizer,
+    chat: list[Message],
+    open_turn: bool = True,
+    tools: Sequence[Schema] = (),
+) -> str:
+    _, found, text = render(tokenizer, chat, open_turn, tools).rpartition(COMPLETION)
+    if not found:
+        raise UsageError("the chat template leaves out or rewrites the assistant's messages")
+    return text
+
+
+def _apply(
+    tokenizer: Tokenizer, chat: list[Message], open_turn: bool, tools: Sequence[Schema]
+) -> str:
+    """The chat as the template itself writes it. Raises as `render` does."""
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use an instruct model")
-    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    template = cast(str, tokenizer.get_chat_template(tools=list(tools) or None))
+    if today := getattr(tokenizer, "today", None):
+        template = NOW.sub(lambda call: repr(today.strftime(call[2])), template)
+    options: dict[str, Any] = getattr(tokenizer, "template_options", {})
     dicts = cast(list[dict[str, str]], [m | CALL_ID if m["role"] == "tool" else m for m in chat])
     try:
         text = tokenizer.apply_chat_template(
-            dicts, tokenize=False, add_generation_prompt=open_turn, **options
-        )
+            dicts, tools=list(tools) or None, chat_template=template, tokenize=False,
+            add_generation_prompt=open_turn, **options,
+        )  # fmt: skip
     except Exception as error:
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         reason = one_line(error)[:200]

@@ -25,8 +25,7 @@ from core.chat_template import (
     Schema,
     accepts_system,
     clean_message,
-    closing_ids,
-    ids_after_completion,
+    next_prompt_ids,
     num_embeddings,
     prompt_ids,
     with_prefill,
@@ -60,12 +59,6 @@ class Renderer:
             raise TypeError("the environment has tools: create the collector with ToolRenderer")
         return env
 
-    def for_template(
-        self, chat: list[Message], schemas: Sequence[Schema]
-    ) -> tuple[list[Message], Sequence[Schema]]:
-        """The messages and the tool schemas that the methods below render."""
-        return chat, schemas
-
     def opening_ids(self, chat: list[Message], schemas: Sequence[Schema]) -> list[int]:
         """The ids of a prompt that begins a context.
 
@@ -85,15 +78,6 @@ class Renderer:
         agent.begin(messages)
         agent.set_prompt()
         return agent.prompt_ids
-
-    def next_ids(
-        self, chat: list[Message], schemas: Sequence[Schema], turn_closed: bool
-    ) -> list[int]:
-        """The ids between a completion and the next one; the chat ends with the new message.
-
-        `turn_closed`: the completion ends with the token that closes a turn.
-        """
-        return ids_after_completion(self.policy.tokenizer, chat, turn_closed)
 
     def demonstration(self, text: str) -> Completion:
         """A demonstration as if the policy had sampled it, with log-probs of 0. Raises UsageError
@@ -116,6 +100,7 @@ class Agent:
     schemas: Sequence[Schema] = ()  # of the tools that it may call
     chat: list[Message] = field(default_factory=list)  # messages in the context
     context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
+    num_seen: int = 0  # messages that `context_ids` has
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
     has_step: bool = False  # the environment returned a Step for it
@@ -161,7 +146,7 @@ class Agent:
             tokenizer = self.renderer.policy.tokenizer
             prompt = without_opened_thought(tokenizer, prompt)
             ids = without_thinking(tokenizer, ids)
-        self.context_ids, self.prompt_ids = prompt + ids, []
+        self.context_ids, self.prompt_ids, self.num_seen = prompt + ids, [], len(self.chat)
         response = Response(text)
         response.token_ids = found.token_ids
         return response
@@ -213,28 +198,24 @@ class Agent:
 
         Raises UsageError if the new messages alone exceed the context.
         """
-        policy = self.renderer.policy
-        chat, schemas = self.renderer.for_template(self.chat, self.schemas)
+        policy, schemas, opening = self.renderer.policy, self.schemas, self.chat
         if self.context_ids:
-            if chat[0]["role"] == RAW:
+            if opening[0]["role"] == RAW:
                 raise UsageError("a raw prompt has one answer: nothing says what follows it")
-            last = self.context_ids[-1]
-            turn_closed = [last] == closing_ids(policy.tokenizer, chat[-1]["role"])
-            if last in policy.stop_ids and not turn_closed:
-                # the template writes another token there, such as gpt-oss <|end|> for <|return|>
-                self.context_ids = self.context_ids[:-1]
-            new_ids = self.renderer.next_ids(chat, schemas, turn_closed)
+            new = opening[self.num_seen :]
+            ids = next_prompt_ids(policy.tokenizer, self.context_ids, new, policy.stop_ids, schemas)
         elif prefill := self.prefill:
-            new_ids = self.renderer.opening_ids(chat[:-1], schemas)
-            new_ids = with_prefill(policy.tokenizer, new_ids, prefill)
+            ids = self.renderer.opening_ids(opening[:-1], schemas)
+            ids = with_prefill(policy.tokenizer, ids, prefill)
         else:
-            new_ids = self.renderer.opening_ids(chat, schemas)
+            ids = self.renderer.opening_ids(opening, schemas)
+        num_new = len(ids) - len(self.context_ids)
         is_result = self.chat[-1]["role"] == "tool"  # its length may be the policy's doing
-        if len(new_ids) >= policy.max_length and not is_result:
-            raise UsageError(f"one message has {len(new_ids)} tokens; the context of an episode "
+        if num_new >= policy.max_length and not is_result:
+            raise UsageError(f"one message has {num_new} tokens; the context of an episode "
                              f"has {policy.max_length} ({policy.limited_by})")  # fmt: skip
-        self.context_full = len(self.context_ids) + len(new_ids) >= policy.max_length
-        self.prompt_ids = [] if self.context_full else self.context_ids + new_ids
+        self.context_full = len(ids) >= policy.max_length
+        self.prompt_ids = [] if self.context_full else ids
 
     def _extend(self, messages: list[Message]) -> None:
         self.rollout.messages += messages

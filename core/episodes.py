@@ -36,6 +36,7 @@ from typing import Any
 
 from core import distributed
 from core.calls import Outcome, TimeLimit
+from core.chat_template import without_tools
 from core.context import Agent, Renderer
 from core.faults import UsageError
 from core.policy import Policy
@@ -124,7 +125,7 @@ class RolloutCollector:
         """
 
         def ask(episode: Episode, agent: Agent) -> Wanted:
-            chat, _ = self.renderer.for_template(agent.chat, agent.schemas)
+            chat = without_tools(self.policy.tokenizer, agent.chat, agent.schemas)
             seed = derive_seed(params.seed, episode.rounds)
             request = Request(agent.prompt_ids, params, seed, agent.stream, chat, sampler)
             return self.redirect(self, episode, agent, request) if self.redirect else request

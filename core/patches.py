@@ -4,7 +4,7 @@ Each of these is for something that the library has no argument and no hook for;
 why, and when it can go. Found in transformers 5.17 to 5.24 and vLLM 0.32 and 0.33.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -63,21 +63,6 @@ def checkpoint_without_dropout(layer: Any) -> None:
         return checkpoint(without_dropout, *args, use_reentrant=False)
 
     layer._gradient_checkpointing_func = compute
-
-
-def render_with(tokenizer: Any, change: Callable[[str], str], options: Mapping[str, Any]) -> None:
-    """From now on the chat template is what `change` makes of it, and gets `options`. The one that
-    the tokenizer saves stays as it is.
-
-    It can go once transformers takes a `strftime_now`: templates ask it for today's date.
-    """
-    apply = tokenizer.apply_chat_template
-
-    def apply_with_options(*args: Any, tools: Any = None, **kwargs: Any) -> Any:
-        template = change(tokenizer.get_chat_template(tools=tools))
-        return apply(*args, tools=tools, chat_template=template, **options, **kwargs)
-
-    tokenizer.apply_chat_template = apply_with_options
 
 
 # vLLM, while it starts

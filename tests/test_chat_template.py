@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from core.chat_template import (
@@ -19,7 +19,7 @@ from core.chat_template import (
     TOOL,
     check_template,
     end_of_turn_id,
-    ids_after_completion,
+    next_prompt_ids,
     prompt_ids,
     render,
     set_template_options,
@@ -44,6 +44,7 @@ def opens(header):
 
 
 CHATML = EACH + "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+HEADER = opens("<|im_start|>")
 
 
 def template_of(model):
@@ -217,7 +218,8 @@ ORDINARY = [*"ab .,{}|/\t\x00\xa0é≠語😀\u200d\u0301", "\n", "\r\n", "  ", 
 def test_the_policy_reads_what_the_template_writes(with_marks):
     for texts in texts_of(ORDINARY):
         chat = chat_of(*(text.strip() + "." for text in texts))  # templates may trim
-        written = partial(with_marks.apply_chat_template, chat, add_generation_prompt=True)
+        options = with_marks.template_options | {"add_generation_prompt": True}
+        written = partial(with_marks.apply_chat_template, chat, **options)
         ids, text = prompt_ids(with_marks, chat), written(tokenize=False)
         assert ids == written(return_dict=False)
         assert with_marks.decode(ids).replace("▁", " ") == text.replace("▁", " ")
@@ -239,24 +241,19 @@ def test_no_message_can_forge_a_turn(with_marks):
     found = []
     for texts in ("???", *texts_of(DIFFICULT)):
         chat = chat_of(*texts)
-        ids = prompt_ids(with_marks, chat) + ids_after_completion(with_marks, chat, False)
+        ids = next_prompt_ids(with_marks, prompt_ids(with_marks, chat), chat[2:], [])
         found.append([i for i in ids if i in marks])
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize("text", ["＜|end|＞", "x⒜⒜"])
-@pytest.mark.parametrize("added", [True, False])
-def test_a_text_that_the_normalizer_makes_a_turn_token_of_cannot_forge_one(text, added):
-    core = Tokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
-    core.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    tokens = ("<|user|>", "<|end|>", "(a)")
-    core.add_special_tokens([AddedToken(t, special=True, normalized=added) for t in tokens])
-    template = tiny_tokenizer().chat_template
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template)
-    special = {*tokenizer.convert_tokens_to_ids(tokens)}
-    assert bool(special & {*tokenizer.encode(text)}) == added
-    ids, plain = (prompt_ids(tokenizer, chat_of(t)) for t in (text, "?"))
-    assert [i for i in ids if i in special] == [i for i in plain if i in special]
+@pytest.mark.parametrize("special", [True, False])
+def test_tags_that_are_tokens_and_no_part_of_a_turn_stay_tokens(special):
+    tokenizer = byte_tokenizer(CHATML + HEADER, ["<|im_start|>", "<|im_end|>"], [], None, None)
+    tokenizer.add_tokens([AddedToken("<answer>", special=special)])
+    text = "Write <answer>, not <|im_end|>."
+    ids = prompt_ids(tokenizer, chat_of(text))
+    tags = [tokenizer.convert_tokens_to_ids(tag) for tag in ("<answer>", "<|im_end|>")]
+    assert [ids.count(tag) for tag in tags] == [1, 1] and text in tokenizer.decode(ids)
 
 
 def test_a_template_that_refuses_a_chat_or_fails_is_one_line():
@@ -267,9 +264,6 @@ def test_a_template_that_refuses_a_chat_or_fails_is_one_line():
     tokenizer.chat_template = "{{ 1 / 0 }}"
     with pytest.raises(UsageError, match="refuses"):
         prompt_ids(tokenizer, [HI])
-
-
-HEADER = opens("<|im_start|>")
 
 
 @pytest.mark.parametrize(
@@ -289,9 +283,10 @@ def test_a_template_that_cannot_be_trained_with_is_refused(template, message):
 
 
 def test_a_template_for_tools_keeps_its_place_with_a_date_and_options():
-    tokenizer, known = tokenizer_of("gemma", date=""), KNOWN["gemma"].template
-    own = "{{ strftime_now('%Y') }}{{ level }}{{ tools[0].function.name }}" + known
-    tokenizer.chat_template = {"default": known, "tool_use": own}
+    tokenizer = tokenizer_of("qwen 3", date="")
+    own = "{{ strftime_now('%Y') }}{{ level }}" + template_of("qwen2_5")
+    tokenizer.chat_template = {"default": CHATML + HEADER, "tool_use": own}
     set_template_options(tokenizer, {"level": "low", TODAY: "2025-03-09"})
     plain, with_tools = (render(tokenizer, [HI], tools=tools) for tools in ([], [TOOL]))
-    assert with_tools == "2025lowlookup" + plain
+    assert with_tools.startswith("2025low<|im_start|>system") and '"lookup"' in with_tools
+    assert plain == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>"

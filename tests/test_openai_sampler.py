@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from conftest import loopback
 
-from core.chat_template import clean_message
 from core.extras import openai_sampler
 from core.files.run_log import read_records
 from environments.base import EVAL_SEEDS
@@ -76,14 +75,3 @@ def test_a_wrong_key_model_or_address_is_one_line(server, command, monkeypatch, 
     code, out, err = command(*EVALUATE, "--base-url", url)
     assert code == 2 and err.count("\n") == 1 and url in err and advice in err
     assert KEY not in out + err and {key for _, _, key in server.asked} <= {f"Bearer {KEY}"}
-
-
-def test_calls_of_tools_and_their_results_are_sent_as_text():
-    calls = [{"function": {"name": "look", "arguments": {"é": 1}}}]
-    called = clean_message({"role": "assistant", "content": "Hm", "tool_calls": calls})
-    sent = [*map(openai_sampler._for_server, [called, {"role": "tool", "content": "5"}])]
-    text = 'Hm\n<tool_call>{"name": "look", "arguments": {"é": 1}}</tool_call>'
-    assert sent == [
-        {"role": "assistant", "content": text},
-        {"role": "user", "content": "<tool_response>\n5\n</tool_response>"},
-    ]

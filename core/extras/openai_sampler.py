@@ -15,13 +15,12 @@ from typing import Any
 import openai
 
 from core.calls import Calls
-from core.chat_template import content_and_calls
 from core.extras.keys import api_key, safe_line
 from core.faults import UsageError
 from core.policy import Policy
 from core.sampler import Request, Sampler
 from core.seeds import derive_seed
-from core.types import Completion, Message
+from core.types import Completion
 
 CONCURRENCY = 8  # requests at once
 TIMEOUT_S, MAX_RETRIES = 600.0, 4  # of each attempt; of each request
@@ -66,7 +65,7 @@ class OpenAISampler(Sampler):
         """Asks the server; runs in a thread."""
         return self.client.chat.completions.create(
             model=self.model,
-            messages=[*map(_for_server, request.chat or [])],
+            messages=request.chat or [],
             seed=derive_seed(request.seed, request.stream),
             max_tokens=request.max_tokens,
             temperature=request.params.temperature,
@@ -89,14 +88,6 @@ class OpenAISampler(Sampler):
         token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
         token_ids.append(self.policy.end_of_turn_id)
         return Completion(token_ids, [0.0] * len(token_ids), text, finish)
-
-
-def _for_server(message: Message) -> dict[str, str]:
-    """The message with its calls, or its result of one, as text: servers want ids of calls."""
-    if message["role"] == "tool":
-        text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        return {"role": "user", "content": text}
-    return {"role": message["role"], "content": content_and_calls(message)}
 
 
 def _reason(error: BaseException) -> str:

@@ -16,12 +16,9 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
-from core.chat_template import clean_message, closing_ids, ids_after_completion, with_system
+from core.chat_template import clean_message, next_prompt_ids, with_system, without_tools
 from core.context import Agent, Renderer
 from core.episodes import Answerer, Episode, Play, RolloutCollector, error_text
 from core.extras import constrain, tools
@@ -33,7 +30,7 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
-from environments.plumbing.tools import END_OF_THOUGHT, OPENING, call_text, name_of, spoken
+from environments.plumbing.tools import END_OF_THOUGHT, call_text, name_of, spoken
 
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
@@ -128,26 +125,20 @@ class Conversations:
             whole = with_system(tokenizer, whole, schema, last=True)
         if self.renderer.system_prompt:
             whole = with_system(tokenizer, whole, self.renderer.system_prompt)
-        full, schemas = tools.for_template(tokenizer, whole, ask.tools)
         end = len(messages) - 1  # at least one message is new
         while end and key[: end + 1] not in self.known:
             end -= 1
         if not end:
-            ids = self.renderer.opening_ids(full, schemas)
+            ids = self.renderer.opening_ids(whole, ask.tools)
         else:
             alike = self.known[key[: end + 1]]
             ids = alike.get(exactly(messages[end - 1])) or [*alike.values()][-1]
-            begun = whole[: len(whole) - len(chat) + end]
-            num_new = len(full) - len(tools.for_template(tokenizer, begun, ask.tools)[0])
-            closed = [ids[-1]] == closing_ids(tokenizer, full[-num_new]["role"])
-            if ids[-1] in self.policy.stop_ids and not closed:
-                ids = ids[:-1]
-            shown = tools.without_calls(full, num_new)
-            ids = ids + ids_after_completion(tokenizer, shown, closed, num_new, schemas)
+            stop_ids = self.policy.stop_ids
+            ids = next_prompt_ids(tokenizer, ids, chat[end:], stop_ids, ask.tools)
         if len(ids) >= limit:
             reason = f"{len(ids)} tokens do not fit into {limit}"
             raise Refused(400, f"{reason} (--max-model-len)", "context_length_exceeded")
-        return Prompt(ids, full, chat[end:], key)
+        return Prompt(ids, without_tools(tokenizer, whole, ask.tools), chat[end:], key)
 
     def text(self, message: dict[str, Any]) -> str:
         """The content, and the calls as the template writes them."""
@@ -199,8 +190,7 @@ class Conversations:
         content = spoken(text)
         thought = text[: len(text) - len(content)] if END_OF_THOUGHT in text else ""
         if calls:  # the text before them
-            opening = opening_of_calls(tokenizer)
-            content = content.partition(opening)[0].strip() if opening else ""
+            content = content.partition(tools.opening_of_calls(tokenizer))[0].strip()
         reason = "tool_calls" if calls else completion.finish_reason
         texts = [""] * len(completion.token_ids)
         if ask.body.get("logprobs"):
@@ -230,15 +220,6 @@ def as_dict(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-@lru_cache(maxsize=8)
-def opening_of_calls(tokenizer: Tokenizer) -> str:
-    """The first word of a call, as the template writes it; "" if an answer with a call is JSON."""
-    if tools.call_format(tokenizer) is None:
-        return OPENING
-    text = tools.calls_as_text(tokenizer, "", [tools.PROBE])
-    return "".join(text.partition("{")[0].partition(tools.PROBE.name)[0].split()[:1])
-
-
 def matcher(
     ask: Ask, prompt: Prompt, policy: Policy, sampler: Sampler, say_once: Callable[[str], None]
 ) -> Any:
@@ -248,9 +229,7 @@ def matcher(
     try:
         if not sampler.constrains:
             raise UsageError("with --sampler torch its answer would follow it")
-        call = opening_of_calls(policy.tokenizer) if ask.tools else ""
-        if ask.tools and not call:
-            raise UsageError("this model writes calls of tools as JSON, too")
+        call = tools.opening_of_calls(policy.tokenizer) if ask.tools else ""
         return constrain.matcher(policy, ask.schema, prompt.ids, call)
     except UsageError as error:
         say_once(f"the JSON schema of a request is in its prompt only: {error}")

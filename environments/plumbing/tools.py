@@ -12,19 +12,18 @@ only thinks about does not.
 >>> call_text("add", a=2, b=3)
 '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
-This is the format of Hermes and Qwen. core/extras/tools.py finds that of other chat templates.
+This is the format of Hermes and Qwen; core/extras/tools.py says which models have another.
 """
 
 import inspect
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, get_args, get_type_hints
 
-from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
-from jsonschema.validators import extend
+from jsonschema import Draft4Validator  # of this draft, as 3.0 is no integer in it
 
 from environments.base import (
     Env,
@@ -41,10 +40,7 @@ from environments.plumbing import event_loop
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 8  # of one response; the others are refused
-MAX_RESULT = 10_000  # characters; the rest is cut off
-# as draft 4 has it: the integer 3.0 is a float, as it is for the function
-VALIDATOR = extend(Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER)
-ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
+MAX_RESULT, MAX_REASON = 10_000, 500  # characters; the rest is cut off
 UNREADABLE = "the call cannot be read; it needs a name and arguments"
 
 
@@ -85,10 +81,14 @@ def schemas(env: Any) -> list[dict[str, Any]]:
         name = getattr(tool, "__name__", repr(tool))
         try:
             schema = get_json_schema(tool)
+            inspect.signature(tool).bind(**parameters_of(schema))  # as a call does, by name
+            hints = get_type_hints(tool)
+            if any(_is_enum(hint) for key, hint in hints.items() if key != "return"):
+                raise TypeError("it gets the value of an Enum as a text: take Literal")
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise UsageError(f"the tool {name} needs type hints and a docstring with Args: "
-                             f"{reason}"[:500]) from error  # fmt: skip
+            raise UsageError(f"the tool {name} needs type hints, a docstring with Args:, and "
+                             f"arguments with names: {reason}"[:500]) from error  # fmt: skip
         if name_of(schema) in map(name_of, found):
             raise UsageError(f"two tools have the name {name}")
         found.append(schema)
@@ -130,7 +130,18 @@ def read_calls(text: str) -> list[Call]:
 
     Returns at most MAX_CALLS + 1.
     """
-    return json_calls(spoken(text), OPENING, "name", "arguments")
+    calls: list[Call] = []
+    _, found, rest = spoken(text).partition(OPENING)
+    while found and len(calls) <= MAX_CALLS:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest := rest.lstrip())
+            calls.append(make_call(value.get("name"), value.get("arguments")))
+        except (AttributeError, ValueError, RecursionError):
+            calls.append(UNREADABLE_CALL)
+        if calls[-1].error:
+            break
+        _, found, rest = rest[end:].partition(OPENING)
+    return calls
 
 
 def spoken(text: str) -> str:
@@ -140,27 +151,6 @@ def spoken(text: str) -> str:
     ('b', 'b', 'a')
     """
     return text.rpartition(END_OF_THOUGHT)[2].partition(THOUGHT)[0]
-
-
-def json_calls(text: str, opening: str, name_key: str, arguments_key: str) -> list[Call]:
-    """The calls that are JSON objects, one or more in a row after each `opening`.
-
-    Ends after MAX_CALLS + 1 calls and after an unreadable one.
-    """
-    calls: list[Call] = []
-    position = text.find(opening)
-    while position >= 0:
-        position = _skip(text, position + len(opening), " \r\n\t[,")
-        goes_on = True
-        while goes_on:
-            call, position = _read_object(text, position, name_key, arguments_key)
-            calls.append(call)
-            if call.error or len(calls) > MAX_CALLS:
-                return calls
-            position = _skip(text, position, " \r\n\t,;")
-            goes_on = text.startswith("{", position)
-        position = text.find(opening, position) if opening else -1
-    return calls
 
 
 def make_call(name: Any, arguments: Any) -> Call:
@@ -188,17 +178,15 @@ def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     if call.name not in by_name:
         return f"error: there is no tool {call.name[:100]!r}; there are {', '.join(by_name)}"
     index = by_name[call.name]
-    tool, parameters = tools[index], parameters_of(schemas[index])
+    tool, wanted = tools[index], schemas[index]["function"]["parameters"]
+    types = wanted.get("properties", {})
+    arguments = {k: _as_type(v, types.get(k, {})) for k, v in call.arguments.items()}
     try:
-        inspect.signature(tool).bind(**call.arguments)
-    except TypeError as error:
-        return f"error: {call.name}: {str(error)[:200]}"
-    arguments = {k: _as_type(v, parameters.get(k, {})) for k, v in call.arguments.items()}
-    try:
-        for key, value in arguments.items():
-            for wrong in VALIDATOR(parameters.get(key, {})).iter_errors(value):
-                if wrong.instance is not None or not wrong.schema.get("nullable"):  # `| None`
-                    return f"error: {call.name}: {_reason(key[:100], wrong)}"[:MAX_RESULT]
+        check = Draft4Validator(wanted | {"additionalProperties": False})
+        for wrong in check.iter_errors(arguments):
+            if wrong.instance is not None or not wrong.schema.get("nullable"):  # `| None`
+                where = ".".join(map(str, [call.name, *wrong.path]))
+                return f"error: {where}: {wrong.message}"[:MAX_REASON]
         result = tool(**arguments)
         if inspect.isawaitable(result):
             result = event_loop.wait_for(result)
@@ -297,20 +285,14 @@ def _as_json(value: Any) -> Any:
     """A result that JSON does not have as numbers, a list or a text; raises TypeError without one.
 
     >>> import datetime, numpy
-    >>> [*map(_as_json, (numpy.float32(2.5), numpy.eye(2), {3, 1}, b"tea", datetime.date.min))]
-    [2.5, [[1.0, 0.0], [0.0, 1.0]], [1, 3], 'tea', '0001-01-01']
+    >>> [*map(_as_json, (numpy.float32(2.5), numpy.eye(2), {3, 1}, datetime.date.min))]
+    [2.5, [[1.0, 0.0], [0.0, 1.0]], [1, 3], '0001-01-01']
     """
     if hasattr(value, "tolist"):  # of NumPy or torch
         return value.tolist()
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)  # in an order that is the same in each process
-    if isinstance(value, bytes):
-        with suppress(UnicodeDecodeError):
-            return value.decode()
-    # Python's own way to show what it cannot write down; a type with __str__ may write tags
-    text = str(value)
-    is_shown = type(value).__str__ is object.__str__ and text.startswith("<")
-    if isinstance(value, bytes) or is_shown or ADDRESS.search(text):
+    if " at 0x" in (text := str(value)):  # an address, of which no policy can learn anything
         raise TypeError(f"{type(value).__name__} has no text")
     return text
 
@@ -318,35 +300,12 @@ def _as_json(value: Any) -> Any:
 def _as_type(value: Any, schema: dict[str, Any]) -> Any:
     """A text as a value where the schema allows no text, "3" as 3: some formats have only texts."""
     types = {key: wanted for key, wanted in schema.items() if key != "enum"}
-    if isinstance(value, str) and not VALIDATOR(types).is_valid(value):
+    if isinstance(value, str) and not Draft4Validator(types).is_valid(value):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
 
-def _reason(key: str, error: ValidationError) -> str:
-    """Why an argument is refused; an item of a list or dict is named after it, as words.0."""
-    where, wanted = ".".join(map(str, [key, *error.path])), error.validator_value
-    if error.validator == "type":
-        kinds = [wanted] if isinstance(wanted, str) else wanted
-        return f"{where} must be of the type {' or '.join(kinds)}"
-    if error.validator == "enum":
-        return f"{where} must be one of {', '.join(map(str, wanted))}"
-    return f"{where} must fit {json.dumps({error.validator: wanted}, ensure_ascii=False)}"
-
-
-def _read_object(text: str, start: int, name_key: str, arguments_key: str) -> tuple[Call, int]:
-    """The call that the JSON object at `start` is, and the position after it."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
-    except (ValueError, RecursionError):
-        return UNREADABLE_CALL, len(text)
-    if not isinstance(value, dict):
-        return UNREADABLE_CALL, end
-    return make_call(value.get(name_key), value.get(arguments_key)), end
-
-
-def _skip(text: str, position: int, characters: str) -> int:
-    while position < len(text) and text[position] in characters:
-        position += 1
-    return position
+def _is_enum(hint: Any) -> bool:
+    own = isinstance(hint, type) and issubclass(hint, Enum)
+    return own or any(map(_is_enum, get_args(hint)))
