@@ -73,7 +73,7 @@ def main(cfg: Config) -> int:
             score(run, batch)  # off: π_old before several steps, PPO's values, --kl-coef's π_ref
 
             # 2. Compare them: rewards to advantages [S], and what else compute_loss needs
-            shape_rewards(cfg, batch)  # off: --gamma, --kl-in reward, --mask-truncated-completions
+            shape_rewards(cfg, batch)  # off: --gamma, --mask-truncated-completions
             add_advantages(batch, algorithm.compute_advantages(batch, cfg.options))
 
             # 3. A gradient step on all of them; off: several, --num-epochs times --num-minibatches

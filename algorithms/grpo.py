@@ -32,7 +32,6 @@ loop: --filter-groups and --mask-truncated-completions.
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -77,11 +76,7 @@ class Options(LoopOptions):
     prompt: the mean of each group, then over groups; constant: the sum divided by rollouts ·
     max_tokens."""
 
-    @property
-    def needs(self) -> Set[str]:
-        """Groups to compare. With --kl-in reward a division would blow up the KL of a group whose
-        rewards are equal."""
-        return {"groups"} if self.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
+    needs = frozenset({"groups"})  # to compare
 
 
 def compute_advantages(tokens: Tokens, options: Any) -> Tensor:  # Any: those of variants/, too

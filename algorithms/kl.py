@@ -12,8 +12,6 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
 
     k1 and k3 are unbiased, k3 is never negative, and the mean of k2 is close to the KL if d is
     small. This is about the value of an estimate; for its gradient in the loss see `weighted_kl`.
-    In the reward (--kl-in reward) the estimate is a constant that multiplies ∇ log π; only with k1
-    is the expectation of that product the gradient of the rollout's KL.
 
     >>> import torch
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")

@@ -46,7 +46,7 @@ class Tokens:
     ref_logprobs: Tensor  # for the reference of --kl-coef
     # from shape_rewards: what it earned
     turn: Tensor  # int64: the number of its turn in the rollout; --credit episode: 0
-    rewards: Tensor  # a turn's, at its last token; --kl-in reward: minus the KL at every token
+    rewards: Tensor  # a turn's, at its last token
     discounts: Tensor  # float64: γ at the last token of a turn, else 1
     in_loss: Tensor  # bool: whether it counts in the loss; by default all do
     # from compute_advantages

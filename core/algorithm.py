@@ -43,8 +43,6 @@ NEEDS = {
     "feedback": "learns from what would have been right: Step.feedback, or demonstrate()",
     "own_kl": "has a KL of its own, a term of the loss",
     "own_draw": "draws tokens itself, with torch",
-    "no_kl_in_reward": "divides its advantages, so in a group with equal rewards "
-    "the KL alone would decide: --kl-in loss, or --grpo.scale-rewards none",
 }
 
 

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from algorithms.kl import kl_estimate
 from algorithms.tokens import Tokens
 from core import distributed
 from core.config import Config
@@ -169,14 +168,10 @@ def shape_rewards(cfg: Config, batch: Batch) -> None:
 
     With --credit episode (the default of all but PPO) rewards are discounted here, from the
     episode's start (by default γ is 1), and all tokens belong to turn 0, so REINFORCE and GRPO
-    credit each token with the episode's return. The KL of --kl-in reward is subtracted if the
-    batch has the log-probs of the reference.
+    credit each token with the episode's return.
     """
     batch.in_loss = ~(batch.hit_token_limit & cfg.mask_truncated_completions)
-    rewards = cfg.reward_coef * batch.env_rewards
-    if cfg.kl_in == "reward" and "ref_logprobs" in batch:
-        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
-        rewards = rewards - cfg.kl_coef * kl
+    rewards = batch.env_rewards
     batch.discounts = torch.ones(len(batch), dtype=torch.float64)
     if cfg.credit == "turn":
         batch.rewards, batch.turn = rewards, batch.env_turn

@@ -101,10 +101,6 @@ class TaskOptions:
     # Seconds that one call of an environment that waits (waits = True) may take before its episode
     # fails; 0: no limit.
     env_timeout: Annotated[float, Range(0.001, 10**6, or_zero=True)] = 60.0
-    # Environments with a process or a connection of their own (remote, openenv) and agents that
-    # exist at the same time, on each rank; further episodes wait until others have ended. None: 32;
-    # of agents 64, or the number of processors + 4 with command=.
-    env_instances: Annotated[int | None, Range(1, 10**4)] = None
     # drop: remove the <think> text of earlier turns from the context.
     thinking: Literal["keep", "drop"] = "keep"
 
@@ -171,12 +167,8 @@ class AlgorithmOptions:
     # Hub id or folder of a model with the same tokenizer, as the reference of --kl-coef (on-policy
     # distillation); empty: the policy before RL.
     teacher: Annotated[str, Needs("kl_coef")] = ""
-    # Factor on the environment's rewards; 0: only --kl-coef and --entropy-coef train.
-    reward_coef: Coefficient = 1.0
-    # KL estimator. In the loss all have the gradient of the KL; in the reward only k1 has it.
+    # KL estimator; in the loss all have the gradient of the KL.
     kl_estimator: Annotated[KL, Needs("kl_coef")] = "k2"
-    # Add the KL penalty to the loss, or subtract it from the reward.
-    kl_in: Annotated[Literal["loss", "reward"], Needs("kl_coef")] = "loss"
     # Cap of the importance weights between sampler and trainer; 0: no importance weights.
     tis_cap: Annotated[float, Range(1, 10**6, or_zero=True)] = 2.0
     # token: one importance weight per token; geometric: the geometric mean over a sequence;
@@ -279,8 +271,7 @@ CONFLICTS = [
 # What an algorithm refuses, by its needs (core/algorithm.py)
 REFUSED = {
     "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
-    "no_kl_in_reward": ["kl_in"],
-    "own_kl": ["kl_in", "kl_estimator"],
+    "own_kl": ["kl_estimator"],
     "own_draw": ["top_p", "top_k", "sampler=vllm server openai"],
 }  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them

@@ -134,7 +134,7 @@ def _always_earned(records: list[Record]) -> float:
 @fact(NO_REWARD)
 def no_reward(records: list[Record], cfg: Config) -> str:
     """In some update so far returns differed, or one was above 0."""
-    if not (_always_earned(records) <= 0 and cfg.reward_coef and "feedback" not in needs(cfg)):
+    if not (_always_earned(records) <= 0 and "feedback" not in needs(cfg)):
         return ""
     text = f"no rollout has earned a reward in all {len(updates_of(records))} updates so far"
     for metric, what in (

@@ -104,7 +104,7 @@ def has_stepped(r: Numbers, cfg: Config) -> bool:
 def may_learn(r: Numbers, cfg: Config) -> bool:
     """Whether an update has something to learn from: returns that differ within a group."""
     finite_gradient = "grad/norm" not in r.record or not math.isnan(r["grad/norm"])
-    rewarded = cfg.lr and cfg.reward_coef and "feedback" not in needs(cfg)
+    rewarded = cfg.lr and "feedback" not in needs(cfg)
     alive = r["groups/zero_std_fraction"] < 1 and r["tokens/trained"] != 0
     trains = r["update"] > getattr(cfg.options, "value_warmup", 0)
     return bool(rewarded and alive and finite_gradient and trains)
@@ -145,7 +145,7 @@ def has_lost_tokens(r: Numbers, cfg: Config) -> bool:
 
 def follows_returns(r: Numbers, cfg: Config) -> bool:
     """Whether an update goes after the returns of episodes, and further than rounding does."""
-    other = cfg.gamma < 1 or not cfg.reward_coef or "feedback" in needs(cfg) or cfg.kl_coef > 0.5
+    other = cfg.gamma < 1 or "feedback" in needs(cfg) or cfg.kl_coef > 0.5
     return not other and r["update/moved"] > 2 * r["gap/logprob_mean"]
 
 

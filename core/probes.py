@@ -144,7 +144,7 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
         found |= _prompts(cfg, policy, [rollouts[rows[0]] for rows in groups.values()])
         found |= {} if cfg.filter_groups else _equal_answers(batch, alike)
     found |= _unequal_rewards(cfg, [[rollouts[r] for r in rows] for rows in alike])
-    if "groups" in needs(cfg) and cfg.credit == "episode" and cfg.kl_in != "reward":
+    if "groups" in needs(cfg) and cfg.credit == "episode":
         of_rollouts = batch.advantages[last].double()
         ids = torch.tensor([rollout.group_id for rollout in rollouts])
         sizes = sums(of_rollouts.abs(), ids).clamp(min=1e-9)

@@ -7,7 +7,6 @@ can have a mean of 0.5 and no spread.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 
 from algorithms.tokens import group_mean, minus, turns_of
 from core.batching import shape_rewards, to_tokens
@@ -70,13 +69,9 @@ def with_spread(cfg: Config, rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
-    """The groups in which the returns of some turn differ, as the advantages compare them.
-
-    Discounted, but before the KL of --kl-in reward, and
-    with the environment's rewards where --reward-coef 0 leaves them out of the training.
-    """
+    """The groups in which the discounted returns of some turn differ."""
     batch = to_tokens(rollouts)
-    shape_rewards(replace(cfg, reward_coef=cfg.reward_coef or 1.0), batch)
+    shape_rewards(cfg, batch)
     turns = turns_of(batch)
     groups = batch.group[turns.last_token]  # [K], K turns
     differs = minus(turns.returns, group_mean(turns.returns, turns.peers)) != 0

@@ -241,7 +241,7 @@ class Instance:
     the others: faster where some take much longer than others. A run that is repeated may then
     differ in the last digits.
     `heavy`: whether each instance has a process, a container or a connection of its own. Then at
-    most --env-instances of them exist at the same time.
+    most 32 of them exist at the same time, on each rank.
     `meanings`: for a number in `Step.info`, what its mean over rollouts is. Screen, picture and
     report show it.
     """

@@ -33,12 +33,12 @@ SETTINGS = {
     },
     "grpo by turn, with weights of sequences": {
         "algo": "grpo", "options": grpo.Options(**CLIPS, aggregation="sequence"),
-        "credit": "turn", "gamma": 0.9, "reward_coef": 0.5,
+        "credit": "turn", "gamma": 0.9,
         "tis_cap": 1.2, "tis_level": "product",
     },
-    "reinforce, its KL in the reward": {
+    "reinforce, the KL as k1": {
         "algo": "reinforce", "options": reinforce.Options(baseline="group"),
-        "gamma": 0.9, "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "tis_cap": 0.0,
+        "gamma": 0.9, "kl_coef": 0.1, "kl_estimator": "k1", "tis_cap": 0.0,
     },
     "ppo": {
         "algo": "ppo", "options": ppo.Options(gae_lambda=0.9, clip=0.1, value_clip=0.1),
@@ -125,16 +125,11 @@ def estimate(d, kind):
     return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[kind]
 
 
-def rewards_of(cfg, rollout, old, ref):
+def rewards_of(rollout):
     """The reward of each token."""
     rewards = []
     for turn in rollout.turns:
-        length = len(turn.completion_ids)
-        last = cfg.reward_coef * turn.reward
-        rewards += [0.0] * (length - 1) + [last]
-    if cfg.kl_coef and cfg.kl_in == "reward":
-        for i, (o, f) in enumerate(zip(old, ref, strict=True)):
-            rewards[i] -= cfg.kl_coef * estimate(o["logp"] - f["logp"], cfg.kl_estimator).item()
+        rewards += [0.0] * (len(turn.completion_ids) - 1) + [turn.reward]
     return rewards
 
 
@@ -231,7 +226,7 @@ def loss_of(cfg, rollouts, new, old, ref, advantages, targets):
             if cfg.entropy_coef:
                 bonus = w * ratio.detach() * new[i][t]["entropy"]
                 loss = loss - cfg.entropy_coef * scale * bonus
-            if cfg.kl_coef and cfg.kl_in == "loss":
+            if cfg.kl_coef:
                 d = logp - ref[i][t]["logp"].detach()
                 rho = ratio.detach() if cfg.kl_estimator == "k2" else ratio
                 loss = loss + cfg.kl_coef * scale * w * rho * estimate(d, cfg.kl_estimator)
@@ -250,7 +245,7 @@ def reference_gradients(cfg, rollouts, models, head):
     with torch.no_grad():
         old = score(models["old"], rollouts, cfg.temperature, head)
         ref = score(models["reference"], rollouts, cfg.temperature)
-    rewards = [rewards_of(cfg, r, o, f) for r, o, f in zip(rollouts, old, ref, strict=True)]
+    rewards = [*map(rewards_of, rollouts)]
     advantages, targets = advantages_and_targets(cfg, rollouts, rewards, old)
     gradients = []
     for name in ("old", "new"):

@@ -1,5 +1,6 @@
 """SDPO: its gradient against float64 loops, and the prompt of its teacher."""
 
+import copy
 import random
 
 import pytest
@@ -39,6 +40,14 @@ def rollouts(models):  # noqa: F811
     found, draw = draw_rollouts(models, TEMPERATURE), random.Random(1)
     for number, turn in enumerate(turn for rollout in found for turn in rollout.turns):
         turn.feedback_ids = [draw.randrange(256) for _ in range(4 + number)] * (number % 3 > 0)
+    return found
+
+
+def without_reward(rollouts):
+    """So GRPO's term is 0."""
+    found = copy.deepcopy(rollouts)
+    for turn in (turn for rollout in found for turn in rollout.turns):
+        turn.reward = 0.0
     return found
 
 
@@ -90,8 +99,8 @@ def test_the_gradients_equal_float64_loops(
 ):  # fmt: skip
     if micro_batch_tokens == 20:
         monkeypatch.setattr(Policy, "logits_chunk", 3)
-    cfg = settings(own={"kind": kind, "coef": 0.5}, reward_coef=0.0)
-    ours, metrics = gradients(cfg, folder, states, rollouts, micro_batch_tokens)
+    cfg = settings(own={"kind": kind, "coef": 0.5})
+    ours, metrics = gradients(cfg, folder, states, without_reward(rollouts), micro_batch_tokens)
     theirs = [plain_gradient(cfg, rollouts, models[name], models["old"]) for name in ("old", "new")]
     for mine, (wanted, _) in zip(ours, theirs, strict=True):
         assert (mine - wanted).norm() < 2e-5 * wanted.norm()
@@ -100,8 +109,12 @@ def test_the_gradients_equal_float64_loops(
 
 def test_the_loss_is_that_of_grpo_and_the_divergence(folder, states, rollouts):  # noqa: F811
     both, divergence, rewards = (
-        gradients(cfg, folder, states, rollouts)[0]
-        for cfg in (settings(own={}), settings(own={}, reward_coef=0.0), settings("grpo"))
+        gradients(cfg, folder, states, of)[0]
+        for cfg, of in (
+            (settings(own={}), rollouts),
+            (settings(own={}), without_reward(rollouts)),
+            (settings("grpo"), rollouts),
+        )
     )
     for whole, of_divergence, of_rewards in zip(both, divergence, rewards, strict=True):
         assert of_rewards.norm() > 0

@@ -43,9 +43,8 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"quantize": "nf4", "lora_rank": 4, **SERVER}, "--quantize nf4"),  # contradicts another
     ({"algo": "ppo", "credit": "episode"}, "--credit"),  # not with this algorithm
     ({"algo": "scratch", "top_k": 5}, "--top-k"),
-    ({"algo": "scratch", "kl_coef": 0.1, "kl_in": "reward"}, "has a KL of its own"),
+    ({"algo": "scratch", "kl_coef": 0.1, "kl_estimator": "k3"}, "has a KL of its own"),
     ({"algo": "gspo", "group_size": 1}, "--algo gspo compares the rollouts of a group"),
-    ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
     ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
     ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
     (SERVER | {"base_url": ""}, "--base-url must look like"),

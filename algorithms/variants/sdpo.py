@@ -11,7 +11,7 @@ policy learns in the contexts that it meets. The teacher has no gradient, and no
 answer is in the loss. Once some samples are right, GRPO's term compares them.
 
 Each term has the token weight, the importance weight and the policy ratio ρ, without gradient, of
-the KL of train.py. --reward-coef 0 leaves the divergence alone.
+the KL of train.py.
 
 Differences from the papers: SDPO shows a right rollout of the group or the environment's message,
 and OPSD the solution, within one prompt; here the right answer is an earlier turn, because a small

@@ -37,7 +37,7 @@ def regularizers(run: Run, tokens: Tokens) -> Tensor:
     if cfg.entropy_coef:
         bonus = (weights * ratio.detach() * tokens.entropy).sum()
         added = added - cfg.entropy_coef * bonus
-    if run.reference and cfg.kl_in == "loss":
+    if run.reference:
         kl = run.weighted_kl(tokens.logprobs, ratio, tokens.ref_logprobs, cfg.kl_estimator)
         added = added + cfg.kl_coef * (weights * kl).sum()
     return added

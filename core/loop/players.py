@@ -97,7 +97,7 @@ def open_collector(
         play_program = programs.play_program
     return RolloutCollector(
         policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-        env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
+        system_prompt=cfg.system_prompt, renderer=renderer,
         redirect=opponents.redirect if opponents else None,
         shows_right="feedback" in needs(cfg), play_program=play_program, say=say,
     )  # fmt: skip

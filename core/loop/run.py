@@ -109,8 +109,7 @@ class Run:
         """
         cfg = self.cfg
         several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
-        kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
-        return several_steps or kl_in_reward or bool({"old_logprobs", "value_head"} & needs(cfg))
+        return several_steps or bool({"old_logprobs", "value_head"} & needs(cfg))
 
     def updates(self) -> Iterator[tuple[int, UpdateStats]]:
         """The numbers of the updates from the next one to --num-updates, and stats for each.

@@ -16,7 +16,7 @@ on the server fails the episode with RuntimeError.
 
 `info["correct"]`: the episode ended with a positive reward. The seed is sent with the server's
 reset; the server decides whether it uses the seed. Each instance opens a session of its own, so the
-server must allow --env-instances sessions (EnvFailure otherwise).
+server must allow 32 sessions (EnvFailure otherwise).
 
 >>> as_text({"echoed_message": "hi", "message_length": 2, "metadata": {}})
 'echoed_message: hi\nmessage_length: 2'
