@@ -2,7 +2,7 @@
 
 A config.yaml is flags that are written down. `parse` makes words of it, puts those of the command
 line behind them, and tyro reads all of them: of a flag that is there twice, the last one counts.
-tyro prints --help, and reports mistakes in a box with exit code 2.
+tyro prints --help.
 """
 
 import dataclasses
@@ -10,8 +10,10 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -22,6 +24,7 @@ from core import config
 from core.algorithm import absolute_algorithm, is_file, name_of, options_of
 from core.config import COMMAND_LINE_ONLY, Config, flag
 from core.faults import UsageError
+from core.other_names import advice_for
 from environments.plumbing.registry import EnvSpec
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
@@ -43,11 +46,18 @@ def parse(args: list[str]) -> Config:
     for name in SEVERAL:  # tyro takes the last one alone, which may follow those of a file
         if [word.partition("=")[0] for word in args].count(flag(name)) > 1:
             raise UsageError(f"give {flag(name)} once, with all its values behind it")
+    for word in args:
+        name = word.partition("=")[0]
+        if name.startswith("--") and (advice := advice_for(name[2:])):
+            raise UsageError(f"{name} is no flag; {advice}")
     words = [word for word in args if word not in ("-h", "--help")]
     flags = _parse_flags(words, Config())
     file, algo = config_file(flags), flags.algo
     if file:
         saved = read_file(file)
+        if flags.resume and saved.lora_alpha not in (0, 2 * saved.cfg.lora_rank):
+            raise UsageError(f"{file}: lora_alpha is {saved.lora_alpha:g}, and picoRL takes twice "
+                             "the rank now: start another run")  # fmt: skip
         algo = _parse_flags(words, replace(saved.cfg, options=Config.options)).algo
         args = [*saved.words_with(algo), *args]
     cfg = _parse_flags(args, _with_options(algo))
@@ -120,6 +130,7 @@ class Saved:
     # without what follows from other settings, so that it follows from what a flag changes
     words: list[str]
     option_words: list[str]  # of the algorithm's options
+    lora_alpha: float  # of an older run; 0: not there
 
     def words_with(self, algo: str) -> list[str]:
         """The words for a run with this algorithm."""
@@ -132,7 +143,7 @@ def read_file(file: Path) -> Saved:
     texts = _load(file, yaml.BaseLoader)  # the parser of the command line makes values of them
     algo = str(texts.get("algo", Config.algo))
     name, options = name_of(algo), texts.pop(name_of(algo), None) or {}
-    if removed := [name for name in REMOVED if texts.pop(name, None) is not None]:
+    if removed := {name: texts.pop(name) for name in REMOVED if name in texts}:
         _say_removed(file, ", ".join(removed))
     copy = file.with_name(Path(algo).name).absolute()  # that a run keeps
     if is_file(algo) and not Path(absolute_algorithm(algo)).exists() and copy.exists():
@@ -147,15 +158,14 @@ def read_file(file: Path) -> Saved:
         cfg = _parse_flags([*as_words(texts, Config), *own], default)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
-    except SystemExit:
-        raise UsageError(f"{file}: has what the box above says") from None
     preset = cfg.options.presets.get(cfg.options.loss_type, {})
     options = {k: v for k, v in options.items() if getattr(cfg.options, k) != preset.get(k, ...)}
     follows = config.defaults_for(cfg)
     if follows.keys() <= texts.keys():  # a file that names only some of these has chosen them
         texts = {k: v for k, v in texts.items() if getattr(cfg, k) != follows.get(k, ...)}
     own = [*as_words(options, kind, f"{name}.")]
-    return Saved(cfg, [*as_words(texts, Config)], own)
+    alpha = float(removed["lora_alpha"]) if "lora_alpha" in removed else 0.0
+    return Saved(cfg, [*as_words(texts, Config)], own, alpha)
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -251,6 +261,15 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, int | str | dict) else str(value)
 
 
+def _in_one_line(box: str) -> str:
+    """What tyro's box says is wrong, and which flag is similar, without its help texts."""
+    box = re.sub("[╭╮╰╯│]", " ", box)
+    _, what, *_ = re.split("─{2,}|-{9,}", box)  # the title; what is wrong; flags; help
+    what = " ".join(what.partition("Got errors:")[0].split()).removesuffix(".")
+    similar = re.search(r"Perhaps you meant:\s+(--[\w.-]+)", box)
+    return f"{what}; did you mean {similar[1]}?" if similar else f"{what}; see --help"
+
+
 def _parse_flags(args: list[str], default: Config) -> Config:
     """tyro shows a box per nested dataclass, so nest the groups for it, and flatten its result.
 
@@ -271,10 +290,17 @@ def _parse_flags(args: list[str], default: Config) -> Config:
         nested["options"] = default.options
     command: Any = dataclasses.make_dataclass("Command", fields)
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
-    found: Any = tyro.cli(  # type: ignore[call-overload]
-        command, prog="train.py", description=Config.__doc__, args=args, default=command(**nested),
-        add_help=whole, return_unknown_args=not whole,
-    )  # fmt: skip
+    box = StringIO()
+    try:
+        with redirect_stderr(box):
+            found: Any = tyro.cli(  # type: ignore[call-overload]
+                command, prog="train.py", description=Config.__doc__, args=args,
+                default=command(**nested), add_help=whole, return_unknown_args=not whole,
+            )  # fmt: skip
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        raise UsageError(_in_one_line(box.getvalue())) from None
     parsed = found if whole else found[0]
     flat = {k: v for group in GROUPS for k, v in vars(getattr(parsed, group.__name__)).items()}
     return Config(**flat, options=parsed.options if whole else Config.options)

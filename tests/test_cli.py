@@ -241,3 +241,10 @@ def test_settings_that_no_longer_exist_are_left_out_with_a_line(tmp_path, capsys
     assert settings.parse(["--config", str(file)]).lr == 0.5
     line = f"{file}: picoRL no longer has patience, stop_on: left out\n"
     assert capsys.readouterr().err == line
+
+
+def test_a_run_with_another_lora_alpha_is_not_resumed(resume):
+    assert resume("--resume a", lora_rank=4, lora_alpha=8).lora_rank == 4
+    assert resume("--config a", lora_rank=4, lora_alpha=16).lora_rank == 4
+    with pytest.raises(UsageError, match="lora_alpha is 16"):
+        resume("--resume a", lora_rank=4, lora_alpha=16)

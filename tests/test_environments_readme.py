@@ -11,6 +11,7 @@ import pytest
 import train
 from core import config
 from core.algorithm import options_of
+from core.other_names import ADVICE, OTHER_NAMES
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, list_envs, make
 from environments.plumbing.tools import ToolEnv, call_text
@@ -142,9 +143,12 @@ def test_the_environment_for_those_who_come_from_trl_counts(command):
     assert game.step("There.").reward == pytest.approx(0.8)
 
 
-def test_the_flags_beside_the_names_of_other_trainers_exist():
-    flags = {f"--{name.replace('_', '-')}" for name in vars(config.Config())}
+def test_a_name_of_another_trainer_is_answered_with_flags_that_exist_as_on_the_page():
+    known = {*vars(config.Config())}
+    flags = {f"--{name.replace('_', '-')}" for name in known}
     flags |= {f"--grpo.{name.replace('_', '-')}" for name in vars(options_of("grpo")())}
-    table = README.partition("| `num_generations` |")[2].partition("\n\n")[0]
-    named = {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", table)}
-    assert len(named) > 10 and named <= flags
+    assert not known & ADVICE.keys()  # it would never be read
+    for names, said in OTHER_NAMES.items():
+        assert {*re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", said)} <= flags, names
+        text = re.sub(r"--\S*[^\s:,]", r"`\g<0>`", said)
+        assert f"| {', '.join(f'`{name}`' for name in names.split())} | {text} |" in README
