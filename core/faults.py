@@ -16,10 +16,6 @@ class Fault(RuntimeError):
     """Ends a run for a reason other than its input. Printed as one line; exit code 1."""
 
 
-class CannotWrite(Fault):
-    """The disk is full or read-only; everything saved before is complete."""
-
-
 class OutOfMemory(Fault):
     """GPU or host memory ran out."""
 

@@ -1,13 +1,12 @@
 """Checkpoints: which one a run resumes from, what it has, and what is refused."""
 
 import copy
-import os
 import shutil
 
 import pytest
 import torch
 from conftest import load_small
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.config import Config
 from core.faults import UsageError
@@ -17,7 +16,6 @@ from core.files.checkpoint import (
     ResumePoint,
     export_model,
     find_checkpoint,
-    has_names_of_model,
     load_checkpoint,
     load_older,
     save_checkpoint,
@@ -36,7 +34,8 @@ def run(tmp_path, policy):
         policy.to_logits(policy.hidden_states(torch.tensor([[65, 66]]))[0]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return save_checkpoint(tmp_path, policy, optimizer, progress(update))
+        save_checkpoint(tmp_path, policy, optimizer, progress(update))
+        return find_checkpoint(tmp_path).folder
 
     return tmp_path, policy, optimizer, save
 
@@ -80,54 +79,21 @@ def test_older_weights_come_back_in_their_order(run):
     """Twelve: as texts, "10" and "11" would come before "2"."""
     folder, policy, optimizer, _ = run
     older = [{"a": torch.full((2,), float(n)), "b": torch.tensor([n])} for n in range(12)]
-    saved = save_checkpoint(folder, policy, optimizer, progress(3), older)
-    loaded = load_older(saved)
+    save_checkpoint(folder, policy, optimizer, progress(3), older)
+    loaded = load_older(find_checkpoint(folder).folder)
     assert [int(weights["b"]) for weights in loaded] == list(range(12))
     assert all(torch.equal(x["a"], y["a"]) for x, y in zip(loaded, older, strict=True))
 
 
-def test_the_model_is_a_link_to_the_weights_of_the_last_checkpoint(run, small_folder, monkeypatch):
-    folder, _, _, _ = run
+def test_the_exported_model_is_the_policy(run, small_folder):
     policy, ids = load_small(small_folder), torch.tensor([[65, 66, 67]])
     with torch.no_grad():
         next(iter(policy.trainable().values())).mul_(1.1)
-    saved = save_checkpoint(folder, policy, make_optimizer(policy, 0.1), progress(1))
-    for links in (True, False):  # some disks have none
-        if not links:
-            monkeypatch.setattr(os, "link", no_link)
-        exported = export_model(folder, policy, saved)
-        weights = exported / "model.safetensors"
-        assert os.path.samefile(weights, saved / checkpoint.WEIGHTS) == links
-        model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
-        assert not any(report.values())  # no weight is missing, none unexpected
-        assert torch.equal(model(ids).logits, policy.model(ids).logits)
-        assert AutoTokenizer.from_pretrained(exported).chat_template
-
-
-def no_link(*_):
-    raise OSError(95, "Operation not supported")
-
-
-@pytest.mark.parametrize("options", [{"lora_rank": 2}, {"value_head": True}])
-def test_adapters_and_a_value_head_are_not_the_file_of_a_model(run, qwen3_folder, options):
-    folder, _, _, _ = run
-    policy = load_small(qwen3_folder, **options)
-    assert not has_names_of_model(policy)
-    saved = save_checkpoint(folder, policy, make_optimizer(policy, 0.1), progress(1))
-    files = {
-        file.name: file.stat().st_nlink for file in export_model(folder, policy, saved).iterdir()
-    }
-    assert set(files.values()) == {1}
-    assert ("adapter_model.safetensors" in files) == ("lora_rank" in options)
-
-
-def test_weights_that_transformers_writes_by_other_names_are_not_the_file_of_a_model(policy):
-    assert has_names_of_model(policy)
-    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_experts": 2}
-    policy.model.register_buffer("extra", torch.zeros(1))  # not in a checkpoint
-    assert not has_names_of_model(policy)
-    policy.model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))  # experts in one tensor
-    assert not has_names_of_model(policy)
+    exported = export_model(run[0], policy)
+    model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(report.values())  # no weight is missing, none unexpected
+    assert torch.equal(model(ids).logits, policy.model(ids).logits)
+    assert AutoTokenizer.from_pretrained(exported).chat_template
 
 
 def test_weights_of_another_dtype_are_refused_or_converted(tmp_path):

@@ -24,7 +24,7 @@ SETTINGS = {"algo": "grpo"}
 def opened(run, new=True):
     if new:
         create_run(run, SETTINGS)
-    with lock_run(run, SETTINGS, new):
+    with lock_run(run, new):
         yield
 
 
@@ -79,7 +79,7 @@ def test_a_second_process_is_refused_and_the_lock_ends_with_the_first(tmp_path):
     run = create_run(tmp_path / "a", SETTINGS)
     code = f"""
 import sys, time; from pathlib import Path; from core.files.run_folder import lock_run
-with lock_run(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); time.sleep(60)
+with lock_run(Path({str(run)!r}), new=True): print("locked", flush=True); time.sleep(60)
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert first.stdout.readline() == b"locked\n"

@@ -92,13 +92,11 @@ def test_a_run_writes_all_its_files(whole_run):
     rows = [line.split() for line in out.splitlines()]
     assert [row[1] for row in rows if row[:1] == ["update"]] == ["1", "2", "3", "4"]
     AutoModelForCausalLM.from_pretrained(whole_run / "model")
-    saved = whole_run / "checkpoint/000003-000005/weights.safetensors"  # those of the last update
-    assert (whole_run / "model/model.safetensors").samefile(saved)
 
 
 @pytest.mark.parametrize("more", [[], ["--eval-num-tasks", "0"]])
 def test_the_report_is_there_before_update_1(command, monkeypatch, more):
-    """A second one would take more than its part of so short a run."""
+    """Evaluations write it again, here after update 2."""
     pages, score = [], train.score
 
     def look(run, batch):
@@ -108,7 +106,8 @@ def test_the_report_is_there_before_update_1(command, monkeypatch, more):
     monkeypatch.setattr(train, "score", look)
     _, out, _ = command("--run-name", "a", *SMALL, *more)
     assert "report: runs/a/report.html  (there before update 1; reload it)\n" in out
-    assert len(pages) == 4 and all('"num_updates":0' in page for page in pages[:2])
+    done = [int(page.partition('"num_updates":')[2][0]) for page in pages]
+    assert done == [0, 0, 2, 2]
     assert ('"kind":"eval"' in pages[0]) != bool(more)
     assert '"num_updates":4' in Path("runs/a/report.html").read_text(encoding="utf-8")
 

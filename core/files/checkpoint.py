@@ -25,7 +25,6 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from core import distributed
 from core.config import TINY
@@ -41,7 +40,6 @@ USE_BEFORE = "delete this checkpoint to use the one before it"
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
 STATE = "state.json"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
-MODEL = "model.safetensors"  # transformers' name
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0}
 
@@ -60,16 +58,17 @@ def save_checkpoint(
     optimizer: MasterAdamW,
     progress: dict[str, Any],
     older: Sequence[Weights] = (),
-) -> Path:
-    """Write a checkpoint of the run folder `run` and return its folder; delete old ones.
+) -> None:
+    """Write a checkpoint of the run folder `run`; delete old ones.
 
     `progress` has at least "sft_step" and "update"; `older`: see core/loop/staleness.py. All ranks
     call it, and rank 0 writes. Raises OSError if the disk is full or read-only; earlier checkpoints
     are unchanged then.
     """
-    target = folder_of(run, progress)
     if distributed.rank() > 0:
-        return target
+        return
+    name = f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
+    target = run / "checkpoint" / name
     settings = yaml.safe_load((run / "config.yaml").read_bytes())
     facts = {"progress": progress, "settings": settings}
     # a `target` that exists: the run was stopped right after it was saved
@@ -84,13 +83,6 @@ def save_checkpoint(
         (part / STATE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for old in _newest_first(target.parent)[KEEP:]:
         remove(old)
-    return target
-
-
-def folder_of(run: Path, progress: dict[str, Any]) -> Path:
-    """The folder of the checkpoint with this progress."""
-    name = f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
-    return run / "checkpoint" / name
 
 
 def find_checkpoint(run: Path) -> ResumePoint:
@@ -183,38 +175,14 @@ def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool =
         weight.copy_(saved[name])
 
 
-def export_model(run: Path, policy: Policy, saved: Path | None = None, name: str = "model") -> Path:
+def export_model(run: Path, policy: Policy, name: str = "model") -> Path:
     """Write `<run>/model/`, or the folder `name`: AutoModelForCausalLM or, with LoRA, PeftModel can
-    load it.
-
-    `saved`: a checkpoint of the same weights. The model's file is a hard link to that of the
-    checkpoint if transformers would write the same tensors, and if the disk has links.
-    """
+    load it."""
     target = run / name
     with published(target) as part:
-        if saved is None or not has_names_of_model(policy):
-            policy.model.save_pretrained(part)
-        else:
-            policy.model.save_pretrained(part, state_dict={})  # all but the weights
-            remove(part / MODEL)  # should a release of transformers write an empty one
-            try:
-                os.link(saved / WEIGHTS, part / MODEL)
-            except OSError:
-                policy.model.save_pretrained(part)
+        policy.model.save_pretrained(part)
         policy.tokenizer.save_pretrained(part)
     return target
-
-
-def has_names_of_model(policy: Policy) -> bool:
-    """Whether a checkpoint has the tensors that transformers would write, by the same names."""
-    weights, model = policy.trainable(), policy.causal_lm
-    if weights.keys() != dict(model.named_parameters()).keys():  # adapters, a value head
-        return False
-    on_meta = {name: weight.to("meta") for name, weight in weights.items()}
-    if revert_weight_conversion(model, on_meta).keys() != weights.keys():
-        return False
-    places = {weight.data_ptr() for weight in weights.values()}
-    return all(tensor.data_ptr() in places for tensor in model.state_dict().values())
 
 
 def base_model(run: Path, model_id: str) -> str:

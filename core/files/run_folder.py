@@ -25,7 +25,7 @@ from core import distributed
 from core.algorithm import name_of
 from core.chat_template import TODAY
 from core.config import MAX_NAME_BYTES, RUNS, SMOLLM2, TINY, Config, parse_template_options
-from core.faults import DISK_ERRORS, CannotWrite, UsageError
+from core.faults import UsageError
 from core.files.atomic import PART, published, remove
 from core.settings import config_to_dict, read_config
 from environments.plumbing.registry import EnvSpec
@@ -121,12 +121,11 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
 
 
 @contextmanager
-def lock_run(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
-    """Holds the lock of the folder `run`, which has `settings`.
+def lock_run(run: Path, new: bool) -> Iterator[None]:
+    """Holds the lock of the folder `run`.
 
-    Raises UsageError if another process holds the lock; CannotWrite if the disk is full or
-    read-only. If a UsageError ends the run before its next record, removes the folder of a `new`
-    one, and restores the config.yaml of another.
+    Raises UsageError if another process holds the lock. If a UsageError ends the run before its
+    next record, removes the folder of a `new` one, and restores the config.yaml of another.
     """
     metrics, unused = run / "metrics.jsonl", False
     try:
@@ -143,12 +142,6 @@ def lock_run(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
                     with published(run / "config.yaml") as part:
                         part.write_bytes(before)
                 raise
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        resume = train_command("--resume", str(run))
-        raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
-                          f"intact: fix this, then run {resume}") from None  # fmt: skip
     finally:
         if unused:  # after its lock is released: Windows removes no open file
             shutil.rmtree(run, ignore_errors=True)

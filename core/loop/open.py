@@ -19,7 +19,7 @@ from core.loop.reference import load_teacher, reference_bytes
 from core.loop.run import Run
 from core.optimizer import optimizer_for
 from core.policy import Weights
-from core.settings import complete, config_to_dict
+from core.settings import complete
 from core.terminal.interrupt import Interrupt
 from environments.base import RunInfo
 
@@ -38,7 +38,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
     with distributed.process_group(cfg.device), scratch_folder() as scratch_dir:
         cfg, folder, is_new = distributed.broadcast_from_rank_0(lambda: run_folder.begin(cfg))
         is_writer = distributed.rank() == 0
-        lock = run_folder.lock_run(folder, config_to_dict(cfg), is_new)
+        lock = run_folder.lock_run(folder, is_new)
         with lock if is_writer else nullcontext():
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away

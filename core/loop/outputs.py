@@ -2,11 +2,10 @@
 
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from core import distributed
@@ -17,16 +16,12 @@ from core.files.run_log import METRICS, RunLog, read_records, rewind
 from core.loop import best
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
-from core.report import write_pages
+from core.report import PAGES, write_pages
 from core.report.doctor import final_lines
 from core.results import Record
 from core.settings import changed_settings, config_to_dict
 from core.terminal.console import Display
 from environments.plumbing.registry import meanings, short_names
-
-MAX_TIME = 0.015  # fraction of a run's time that report.html may take, and the others, too
-PAGES = {"report.html": ["report.html"], "curves.png": ["README.md", "curves.png"]}
-FIRST_TIME = 2.0  # seconds to expect of the first curves, as matplotlib is imported
 
 
 @dataclass
@@ -37,12 +32,6 @@ class Outputs:
     folder: Path  # runs/<name>
     run_log: RunLog
     display: Display
-    saved: Path | None = None  # the last checkpoint
-    opened_at: float = field(default_factory=perf_counter)
-    # of each time that report.html was written, and the other pages
-    page_seconds: dict[str, list[float]] = field(
-        default_factory=lambda: {name: [] for name in PAGES}
-    )
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
@@ -62,42 +51,26 @@ class Outputs:
         """
         if progress["skipped_in_a_row"] and progress["update"] > 1:
             return False
-        self.saved = checkpoint.save_checkpoint(self.folder, policy, optimizer, progress, older)
+        checkpoint.save_checkpoint(self.folder, policy, optimizer, progress, older)
         return True
 
-    def write_pages(self) -> None:
-        """Writes report.html and curves.png, unless that takes more than 3% of the run's time.
-
-        The first report.html is written in any case: it takes some hundredths of a second.
-        """
-        if distributed.rank() > 0:
-            return
-        for page, names in PAGES.items():
-            started, seconds = perf_counter(), self.page_seconds[page]
-            expected = sum(seconds) + max(seconds, default=FIRST_TIME)
-            is_first = page == "report.html" and not seconds and not (self.folder / page).exists()
-            if is_first or expected < MAX_TIME * (started - self.opened_at):
-                for line in write_pages(self.folder, config_to_dict(self.cfg), names):
-                    self.say(line)
-                seconds.append(perf_counter() - started)
+    def write_pages(self, names: Sequence[str] = PAGES) -> None:
+        """Writes the pages of these names."""
+        if distributed.rank() == 0:
+            for line in write_pages(self.folder, config_to_dict(self.cfg), names):
+                self.say(line)
 
     def finish(self, policy: Policy, progress: dict[str, Any], is_complete: bool) -> None:
         """Writes all pages and, of a run that `is_complete`, the model; says what the run shows."""
-        if distributed.rank() > 0:
-            return
-        settings = config_to_dict(self.cfg)
-        for line in write_pages(self.folder, settings):
-            self.say(line)
-        if not is_complete:
+        self.write_pages()
+        if distributed.rank() > 0 or not is_complete:
             return
         if self.cfg.keep_best and best.export(self.folder):
             self.say(f"model/ is that of update {progress['best'][0]}, the best evaluation. The "
                      "best of many is flattered: evaluate it on other tasks")  # fmt: skip
         elif self.cfg.sampler != "openai":
-            latest = checkpoint.folder_of(self.folder, progress)
-            same = latest if self.saved == latest else None  # of the same weights
-            checkpoint.export_model(self.folder, policy, same)
-        for line in final_lines(self.folder, settings):
+            checkpoint.export_model(self.folder, policy)
+        for line in final_lines(self.folder, config_to_dict(self.cfg)):
             self.say(line)
 
     def resume_command(self) -> str:

@@ -216,7 +216,7 @@ class Run:
             record["warnings"] = warnings
         self.outputs.run_log.log(record)
         if update < self.cfg.num_updates and (update == 0 or evaluates(update, cfg.eval_every)):
-            self.outputs.write_pages()  # after the last update `open_run` does
+            self.outputs.write_pages(["report.html"])  # after the last update `finish` writes all
         self.progress["update"] = update
         self.stopped = self._too_many_skipped(record)
         return self.stopped

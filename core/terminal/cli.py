@@ -44,7 +44,8 @@ def execute(
             if error.errno not in DISK_ERRORS:
                 raise
             place = error.filename or "a file"
-            error = Fault(f"{place}: {error.strerror}; fix this, then run the same command")
+            error = Fault(f"{place}: {error.strerror}; what was saved before is complete: fix "
+                          "this, then run again, with --resume if the run has begun")  # fmt: skip
         # torchrun ends all ranks once one has ended. The first rank prints an error of all ranks;
         # ranks that only know that another one is gone wait until that one has printed why
         lost = isinstance(error, RankLost)
