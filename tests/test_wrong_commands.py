@@ -62,7 +62,7 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("chat there", "no model in this folder"),
     ("chat ./shapes", "no model in this folder"),
     ("chat tiny --before", "--before needs a run"),
-    ("chat tiny --temperature 0.001", "--temperature"),
+    ("chat --before", "name a run"),
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
     ("--algo gpro", "choose cispo, "),
     ("--env snake --env reverse", "give --env once"),

@@ -24,17 +24,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from algorithms.options import Range
-from core import config, tasks
+from core import config, settings, tasks
 from core.chat_template import clean_message
-from core.config import Config, Count
+from core.config import Config
 from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import programs, tools
@@ -49,7 +47,7 @@ from core.policy import Policy
 from core.report.summary import num_updates
 from core.sampler import SamplingParams, TorchSampler, draw, params_of, to_completion
 from core.seeds import derive_seed
-from core.settings import find_run, known_runs, read_config
+from core.settings import find_run, known_runs
 from core.tasks import Task
 from core.types import Completion, Message, Rollout
 from environments.base import EVAL_SEEDS, RunInfo
@@ -62,51 +60,38 @@ NOTES = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
+class Chat:
+    """What to talk to."""
 
-    # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
-    policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
-    before: bool = False  # Show the answer of the model before training, too.
-    # Sampling temperature; 0: greedy.
-    temperature: Annotated[float, Range(0.01, 100, or_zero=True)] = 0.0
-    # Token limit of one answer; 0: that of the run; without a run 64 for tiny and smollm2,
-    # otherwise 1024.
-    max_tokens: Count = 0
-    device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
-    # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    trust_remote_code: bool = False  # Run the code that comes with the model.
+    policy: str  # the folder of a run or of a model, tiny, smollm2 or a Hub id
+    is_run: bool
+    before: bool  # whether the model before training answers, too
 
 
-def parse(args: list[str]) -> tuple[Flags, Config]:
-    """The flags with the policy's folder; and the settings of the run, or of a default run.
+def parse(args: list[str]) -> tuple[Chat, Config]:
+    """The policy, and the settings of its run, or of a default run, with the flags of train.py that
+    follow. Without --temperature answers are greedy.
 
     tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
     """
-    kind = tyro.conf.FlagCreatePairsOff[Flags]
-    flags: Flags = tyro.cli(kind, prog="python -m core.chat", args=args)
-    for name, allowed in config.facts_of(Range, Flags).items():
-        if problem := config.range_problem(name, getattr(flags, name), allowed):
-            raise UsageError(problem)
-    folder = Path(flags.policy).expanduser()
-    if flags.policy not in (*config.TINY, config.SMOLLM2) and not folder.exists():
-        if run := find_run(flags.policy):
-            folder = run
-        elif config.RUNS in folder.parents or "/" not in flags.policy:
-            raise UsageError(f"{flags.policy}: there is no such run; {known_runs()}")
-    flags = replace(flags, policy=str(folder) if folder.exists() else flags.policy)
+    if not args or args[0].startswith("-"):
+        raise UsageError("name a run, such as runs/mine, or a model, such as tiny, and then "
+                         f"--before or flags of train.py; {known_runs()}")  # fmt: skip
+    policy, words = args[0], [word for word in args[1:] if word != "--before"]
+    folder, own = Path(policy).expanduser(), policy in (*config.TINY, config.SMOLLM2)
     is_run = (folder / "config.yaml").exists()
-    if flags.before and not is_run:
-        raise UsageError(f"--before needs a run; {folder} has no config.yaml")
-    cfg = read_config(folder / "config.yaml") if is_run else Config(model_id=flags.policy)
-    cfg = config.resolve(cfg)
-    return flags, replace(
-        cfg, temperature=flags.temperature, top_p=1.0, top_k=0,
-        max_tokens=flags.max_tokens or cfg.max_tokens, device=flags.device,
-        dtype=cfg.dtype if flags.dtype == "auto" else flags.dtype,
-        trust_remote_code=flags.trust_remote_code,
-    )  # fmt: skip
+    if not is_run and not own and not folder.exists() and (run := find_run(policy)):
+        folder, is_run = run, True
+    of_hub = "/" in policy and config.RUNS not in folder.parents
+    if not (is_run or own or folder.exists() or of_hub):
+        raise UsageError(f"{policy}: there is no such run; {known_runs()}")
+    if "--before" in args and not is_run:
+        raise UsageError(f"--before needs a run; {policy} is none")
+    source = f"--config={folder}" if is_run else f"--model-id={policy}"
+    cfg = config.resolve(settings.parse([source, *words]))
+    if not any(word.startswith("--temperature") for word in words):
+        cfg = replace(cfg, temperature=0.0, top_p=1.0, top_k=0)
+    return Chat(str(folder) if is_run else cfg.model_id, is_run, "--before" in args), cfg
 
 
 def execute(args: list[str]) -> int:
@@ -133,11 +118,11 @@ class Speaker:
         return self.collector.policy
 
 
-def main(flags: Flags, cfg: Config) -> int:
+def main(chat: Chat, cfg: Config) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
     begin_run(RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)]))
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
-        speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
+        speakers, interactive = load_speakers(chat, cfg), sys.stdin.isatty()
     if interactive:
         _note(COMMANDS)
     if interactive and cfg.model_id == "tiny":
@@ -175,14 +160,13 @@ def read_lines() -> Iterator[str]:
     print()
 
 
-def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
+def load_speakers(chat: Chat, cfg: Config) -> list[Speaker]:
     """The trained policy, or the model; with --before, the model before training comes first."""
-    folder = Path(flags.policy)
-    is_run = (folder / "config.yaml").exists()
-    policy, source = load_trained(cfg, folder) if is_run else (_load(cfg, flags.policy), folder)
-    policies = {"trained" if is_run else "model": policy}
+    folder = Path(chat.policy)
+    policy, source = load_trained(cfg, folder) if chat.is_run else (_load(cfg, chat.policy), folder)
+    policies = {"trained" if chat.is_run else "model": policy}
     _note(f"{source} · {policy.size()}")
-    if flags.before:
+    if chat.before:
         if cfg.sft_steps:
             _note(f"before: {cfg.model_id}, without the {cfg.sft_steps} warm-start steps")
         if policy.lora_rank and not has_adapters(cfg.model_id):  # the same weights without them
