@@ -24,10 +24,9 @@ TRAIN_SEEDS = range(0, 1_000_000_000)
 DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
 EVAL_SEEDS = range(1_500_000_000, 2_000_000_000)
 PLAYER = "player"  # the agent of an environment for one agent
-MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
-FLAGS = ("done", "fresh", "truncated")  # of a step
+MAX_MESSAGE = 500_000  # characters in a step's message
 MAX_REWARD = 1e15  # float32 can represent sums of its square
-MAX_INFO_NUMBER = 3.4e38  # the largest of float32; float64, JSON's number, can represent sums
+FLAGS = ("done", "fresh", "truncated")  # of a step
 
 
 class Message(TypedDict):
@@ -115,9 +114,8 @@ def checked_openings(openings: Any) -> dict[str, list[Message]]:
     if not isinstance(openings, dict):
         raise TypeError(f"reset() returned {_kind(openings)}, not a dict of messages by agent")
     for agent, messages in openings.items():
-        if not isinstance(messages, list | tuple) or not all(
-            isinstance(m, Mapping) for m in messages
-        ):
+        is_list = isinstance(messages, list | tuple)
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise TypeError(f"reset() returned {_kind(messages)} for {agent}, not a list of "
                             'messages, [user("..")]')  # fmt: skip
     return openings
@@ -139,27 +137,25 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     if not isinstance(step, Step):
         raise TypeError(f"step() returned {_kind(step)} for {agent}, not a Step")
     flags: dict[str, Any] = {name: _flag(agent, name, getattr(step, name)) for name in FLAGS}
-    if is_single and step.message is None and not flags["done"]:
+    message, reward = step.message, step.reward
+    if is_single and message is None and not flags["done"]:
         raise ValueError("step() returned no message, and done is False")
-    if isinstance(step.reward, str | bytes) or not hasattr(step.reward, "__float__"):
-        raise TypeError(f"the reward of {agent} is {step.reward!r:.50}, not a number")
-    if not abs(step.reward) <= MAX_REWARD:  # nor NaN
-        shown = f"{step.reward}"[:20]
-        raise ValueError(f"the reward of {agent} is {shown}, not within ±{MAX_REWARD:g}")
-    if step.message is not None and not isinstance(step.message, Mapping):
-        raise TypeError(f'the message to {agent} is {_kind(step.message)}, not user("..")')
-    if step.message is not None and not isinstance(step.message.get("content"), str):
-        raise TypeError(f"the message to {agent} has no text")
-    if step.message is not None and len(step.message["content"]) > MAX_MESSAGE:
-        raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
-    if not isinstance(step.feedback, str):
-        raise TypeError(f"the feedback to {agent} is no text")
-    if not isinstance(step.info, dict):
-        raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
-    info = _plain(agent, step.info)
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
+        raise TypeError(f"the reward of {agent} is {reward!r:.50}, not a number")
+    if not abs(reward) <= MAX_REWARD:  # nor NaN
+        raise ValueError(f"the reward of {agent} is {float(reward):g}, not within ±{MAX_REWARD:g}")
+    if message is not None:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise TypeError(f'the message to {agent} is {_kind(message)}, not user("..")')
+        if len(message["content"]) > MAX_MESSAGE:
+            raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
+    try:
+        info = json.loads(json.dumps(dict(step.info), default=_to_list, allow_nan=False))
+    except (TypeError, ValueError) as error:  # NaN, or contains itself
+        raise ValueError(f"the info of {agent} is not JSON: {error}") from None
     if "correct" in info:
         info["correct"] = _flag(agent, 'info["correct"]', info["correct"])
-    return replace(step, reward=float(step.reward), info=info, **flags)
+    return replace(step, reward=float(reward), info=info, **flags)
 
 
 def _kind(value: Any) -> str:
@@ -173,41 +169,17 @@ def _kind(value: Any) -> str:
 
 
 def _flag(agent: str, name: str, value: Any) -> bool:
-    """True for True and 1, False for False and 0; raises for anything else."""
-    import numpy as np
-
-    if isinstance(value, bool | int | float | np.generic) and value in (0, 1):
+    """True for True and 1, False for False and 0, also NumPy's; raises for anything else."""
+    if hasattr(value, "__float__") and not getattr(value, "shape", ()) and value in (0, 1):
         return bool(value)
     raise TypeError(f"{name} of {agent} is {value!r:.50}, not True or False")
 
 
-def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
-    """The info of a step with arrays and tensors as Python's numbers and lists; raises if it is too
-    long or no JSON."""
-    plain: dict[str, Any] = {}
-    length = 0
-
-    def to_list(value: Any) -> Any:
-        if hasattr(value, "tolist"):  # of NumPy or torch
-            return value.tolist()
-        raise TypeError(f"it has a {type(value).__name__}")
-
-    def within_float32(text: str) -> float:
-        number = float(text) if set(text) & set(".eE") else int(text)
-        if abs(number) > MAX_INFO_NUMBER:
-            raise ValueError(f"a number is beyond {MAX_INFO_NUMBER:g}")
-        return number
-
-    for key, value in info.items():
-        try:
-            text = json.dumps({key: value}, default=to_list, allow_nan=False)
-            length += len(text)
-            if length > MAX_INFO:
-                raise ValueError(f"info has more than {MAX_INFO} characters")
-            plain |= json.loads(text, parse_int=within_float32, parse_float=within_float32)
-        except (TypeError, ValueError, RecursionError) as error:  # NaN, or contains itself
-            raise ValueError(f"info[{key!r:.50}] of {agent} is not JSON: {error}") from None
-    return plain
+def _to_list(value: Any) -> Any:
+    """An array or a tensor as Python's numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"it has a {type(value).__name__}")
 
 
 class Response(str):

@@ -12,7 +12,6 @@ from environments.parsing import user
 from environments.plumbing import registry
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import ENVIRONMENTS, register
-from environments.plumbing.web import Episode
 
 
 class Echo(Env):
@@ -46,41 +45,6 @@ class Begun(Echo):
         return super().step(response.removeprefix("It is ") * response.startswith("It is "))
 
 
-def variant(base, name, **methods):
-    return type(name, (base,), methods)
-
-
-def repeat(number):
-    """`reset` with the task that `number` gives."""
-
-    def reset(self, seed):
-        self.number = number(seed)
-        return [user(f"Repeat {self.number}.")]
-
-    return reset
-
-
-def ends(reward=lambda response: 0.0, **info):
-    return lambda self, response: Step(None, reward(response), True, {"correct": True} | info)
-
-
-Clock = variant(Echo, "Clock", reset=repeat(lambda seed: time.perf_counter_ns()))
-Shared = variant(Echo, "Shared", reset=repeat(lambda seed: random.Random(seed).randrange(1000)))
-Raising = variant(Echo, "Raising", step=ends(lambda response: float(response or 0)))
-
-
-Hopeless = variant(Echo, "Hopeless", step=ends(lambda response: 1.0, correct=False))
-Unscored = variant(Echo, "Unscored", step=lambda self, response: Step(None, 0.0, True))
-
-
-class Endless(Echo):
-    def step(self, response):
-        return Step(user("again"), 0.0, False, {"correct": False})
-
-    def demonstrate(self, hasty=False):
-        return None
-
-
 class Pair(MultiAgentEnv):
     """Two agents answer at once; `seats` get a Step."""
 
@@ -91,10 +55,6 @@ class Pair(MultiAgentEnv):
 
     def step(self, responses):
         return {agent: Step(None, 0.5, True, {"correct": True}) for agent in self.seats}
-
-
-class Forgetful(Pair):
-    seats = ("a",)
 
 
 class Duel(Pair):
@@ -110,54 +70,65 @@ class Duel(Pair):
         return "worse" if hasty else "best"
 
 
-PROBLEMS = [
-    (Clock, "does not determine"), (Shared, "reserve tasks"),
-    (Raising, "could not convert string"), (Forgetful, "never returned a Step for b"),
-    (Hopeless, "none of 3 demonstrations succeeds"),
-    (variant(Echo, "Silent", reset=lambda self, seed: []), "returned no messages"),
-]  # fmt: skip
-WARNINGS = [
-    (Unscored, 'without a bool info["correct"]'),
-    (Endless, "none of 3 episodes of guesses succeeds"), (Duel, "none of 3 demonstrations"),
-]  # fmt: skip
+def repeat(number):
+    """`reset` with the task that `number` gives."""
+
+    def reset(self, seed):
+        self.number = number(seed)
+        return [user(f"Repeat {self.number}.")]
+
+    return reset
 
 
-@pytest.fixture(autouse=True)
-def names(monkeypatch):
+def ends(*step, **info):
+    """`step` with this end."""
+    return lambda self, response: Step(None, *step, info)
+
+
+PROBLEMS = {
+    "does not determine": (Echo, {"reset": repeat(lambda seed: time.perf_counter_ns())}),
+    "reserve tasks": (Echo, {"reset": repeat(lambda seed: random.Random(seed).randrange(1000))}),
+    "could not convert string": (Echo, {"step": lambda self, text: Step(None, float(text), True)}),
+    "step() never returned a Step for b": (Pair, {"seats": ("a",)}),
+    "b acts, but is not one of a": (Pair, {"agents": ("a",)}),
+    "none of 3 demonstrations succeeds": (Echo, {"step": ends(1.0, True, correct=False)}),
+    "returned no messages": (Echo, {"reset": lambda self, seed: []}),
+}
+WARNINGS = {
+    'without a bool info["correct"]': (Echo, {"step": ends(0.0, True)}),
+    "none of 3 episodes of guesses succeeds": (Echo, {
+        "step": lambda self, response: Step(user("again"), 0.0, False, {"correct": False}),
+        "demonstrate": lambda self, hasty=False: None,
+    }),
+    "none of 3 demonstrations": (Duel, {}),
+}  # fmt: skip
+
+
+def report_of(environment, monkeypatch):
     monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
+    register("checked")(environment)
+    return check_env("checked", num_seeds=3, other_process=False)
 
 
-def report_of(environment):
-    register(environment.__name__)(environment)
-    return check_env(environment.__name__, num_seeds=3, other_process=False)
-
-
-def test_a_correct_environment_has_no_problem_and_the_stated_figures():
-    report = report_of(Echo)
+def test_a_correct_environment_has_no_problem_and_the_stated_figures(monkeypatch):
+    report = report_of(Echo, monkeypatch)
     assert (report.problems, report.warnings) == ([], [])
     assert report.rewards == (0.0, 1.0) and report.longest == 1
     assert report.demonstrations == [(1.0, True)] * 3
-    assert report.openings > 1390 and report.held_out > 690 and report.shared == 0
-    pair = report_of(Pair)
+    assert report.openings > 595 and report.held_out > 295 and report.shared == 0
+    pair = report_of(Pair, monkeypatch)
     assert pair.problems == [] and pair.rewards == (0.5, 0.5)
-    assert report_of(Begun).demonstrations == [(1.0, True)] * 3
-    episode = Episode(Begun(), "begun", seed=7)
-    episode.demonstrate("player")
-    assert episode.returns == {"player": 1.0}
+    assert report_of(Begun, monkeypatch).demonstrations == [(1.0, True)] * 3
 
 
-@pytest.mark.parametrize(("environment", "words"), PROBLEMS)
-def test_a_mistake_is_a_problem(environment, words):
-    report = report_of(environment)
-    assert any(words in problem for problem in report.problems), report.problems
-    assert all("\n" not in problem for problem in report.problems)
-
-
-@pytest.mark.parametrize(("environment", "words"), WARNINGS)
-def test_what_limits_the_use_is_a_warning(environment, words):
-    report = report_of(environment)
-    assert not report.problems
-    assert any(words in warning for warning in report.warnings), report.warnings
+@pytest.mark.parametrize("words", [*PROBLEMS, *WARNINGS])
+def test_a_mistake_is_a_problem_and_what_limits_the_use_a_warning(words, monkeypatch):
+    base, methods = (PROBLEMS | WARNINGS)[words]
+    report = report_of(type("Wrong", (base,), methods), monkeypatch)
+    lines = report.problems if words in PROBLEMS else report.warnings
+    assert any(words in line for line in lines), report
+    assert bool(report.problems) is (words in PROBLEMS)
+    assert all("\n" not in line for line in report.lines())
 
 
 def test_another_process_must_play_the_same_episodes(tmp_path, monkeypatch, capsys):
@@ -167,6 +138,6 @@ def test_another_process_must_play_the_same_episodes(tmp_path, monkeypatch, caps
         code += inspect.getsource(environment).replace("(Echo)", f"({base})") + "\n"
     (tmp_path / "games.py").write_text(code)
     assert execute(["check", "games.py:Echo"]) == 0
-    assert "no problem found" in capsys.readouterr().out
+    assert "no problem(s), 0 warning(s)" in capsys.readouterr().out
     assert execute(["check", "games.py:Hashed"]) == 1
     assert "another Python process" in capsys.readouterr().out
