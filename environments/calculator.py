@@ -78,7 +78,7 @@ class Calculator(Env):
     def step(self, response: str) -> Step:
         answer = find_answer(response)
         number = None if answer is None else parse_number(answer)
-        correct = number is not None and not number.is_percent and number.value == self.value
+        correct = number == (self.value,)
         reward = 1.0 if correct else 0.0 if number is None else 0.1
         return Step(None, reward, True, {"correct": correct})
 

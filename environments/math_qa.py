@@ -112,7 +112,7 @@ class MathQA(Env):
             self.problem = Problem(f"What is {expression}?", str(value), working)
         solution = parse_number(self.problem.answer)
         if solution is not None:
-            self.guess = str(solution.value + rng.choice(GUESS_ERRORS))
+            self.guess = str(solution[0] + rng.choice(GUESS_ERRORS))
         else:
             self.guess = rng.choice(problems).answer
         return [user(f"{self.problem.question} {ASK[self.style].format(self.form)}")]

@@ -103,7 +103,7 @@ def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solution
     assert env.demonstrate() == f"She has {n} + {n} = {2 * n} pens. <answer>{2 * n:,}</answer>"
     assert env.step(env.demonstrate()).reward == 1.0
     assert env.step(f"<answer>{n} + {n}</answer>").reward == 0.1
-    assert abs(parse_number(env.demonstrate(hasty=True)[8:-9]).value - 2 * n) <= 10
+    assert abs(parse_number(env.demonstrate(hasty=True)[8:-9])[0] - 2 * n) <= 10
 
 
 @needs("envs", "math_verify")
