@@ -41,6 +41,24 @@ EXPLAINED = {  # one cause, one warning: those that take the place of another
 }
 
 
+def how_exact(records: list[Record]) -> str:
+    """A line about what was checked with the first update, up to which `records` go.
+
+    >>> how_exact([{"demonstrations/right": 1.0}, {"gap/logprob_max": 2.6e-6}])
+    'exact: sampler and trainer agree to 2.6e-06 nats a token, 100% of demonstrations are right'
+    """
+    found = {name: value for record in records for name, value in record.items()}
+    said = []
+    if "gap/logprob_max" in found:
+        said.append(f"sampler and trainer agree to {found['gap/logprob_max']:.1e} nats a token")
+    if "reward/judged_otherwise" in found:
+        equal = 1 - found["reward/judged_otherwise"]
+        said.append(f"{equal:.0%} of answers that were judged twice earn the same")
+    if "demonstrations/right" in found:
+        said.append(f"{found['demonstrations/right']:.0%} of demonstrations are right")
+    return f"exact: {', '.join(said)}" if said else ""
+
+
 def new_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, str]:
     """Returns the warnings to raise at the last record: name -> message.
 

@@ -202,6 +202,8 @@ class Run:
             if self.sampler.sync_seconds is not None:
                 record["time/sync_s"] = self.sampler.sync_seconds
             self.outputs.run_log.log_rollouts("train", update, rollouts)
+            if update == 1 and (line := diagnostics.how_exact([*self.history, record])):
+                self.say(line)
             self.display.update(update, record)
         self.history.append(record)
         # the type, which --dtype auto leaves open, says how large rounding is
