@@ -39,8 +39,7 @@ class Tokens:
     group: Tensor  # int64: equal for the rollouts that one agent played of one task
     sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
     sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats
-    # how likely it is before the first gradient step: known before it where there are several
-    # steps or something reads it (`Options.needs`), else found in the only step's pass
+    # before the first gradient step of the update; with one step they are computed in its pass
     old_logprobs: Tensor  # for the policy
     old_values: Tensor  # the value head's estimate (PPO)
     ref_logprobs: Tensor  # for the reference of --kl-coef
@@ -208,7 +207,7 @@ def token_weights(
     rollout weighs less, so a long wrong answer is pushed down less per token. With `constant` the
     weight does not depend on the rollout's length; `max_tokens` is the limit of one completion, so
     a rollout of several turns can weigh more than 1 / rollouts.
-    Rollouts and groups of which no token is in the loss are counted, too, but not by `token`.
+    `sequence`, `prompt` and `constant` also count rollouts whose tokens are all left out.
 
     Returns [S] of the default dtype, 0 for the tokens of other rollouts and those out of the loss.
 

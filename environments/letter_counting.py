@@ -1,7 +1,7 @@
 """The afternoon, 1 of 9. Count how often letters occur in a word.
 
-The training loop calls two methods of an environment: `reset` gives the task
-as a message, `step` reads the policy's response and gives the reward.
+The training loop calls two methods of an environment: `reset(seed)` asks, and
+`step` reads the policy's response and gives the reward.
 
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
 right every time. Training, demonstrations and evaluation have separate ranges of seeds; one word in

@@ -40,9 +40,9 @@ def play(run: Run, update: int) -> Played:
 def collect(
     run: Run, update: int, check: Callable[[], None], compared: Canary | None = None
 ) -> tuple[Played, Canary]:
-    """Samples G rollouts for each of P tasks. Before that it compares the policy with the sampler,
-    which should have its weights, unless they are `compared`. `check` raises Stopped. A thread may
-    call it: `run` stays as it is.
+    """Samples G rollouts for each of P tasks. First it checks that sampler and policy have the same
+    weights, unless `compared` says so. `check()` raises Stopped after Ctrl-C. It changes nothing in
+    `run`, so --overlap may call it in a thread.
 
     Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks with equal
     returns in each group, which up to n more rounds replace.
@@ -56,7 +56,7 @@ def collect(
         missing = cfg.num_prompts - len(selection.by_task(kept))
         if missing == 0:
             break
-        # G copies of each task: the same environment and seed, the same group_id
+        # G copies of each task: the same environment and seed
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = params_of(cfg, seed)
