@@ -10,9 +10,12 @@ from test_server_sampler import RUN, SAMPLE
 from test_server_sampler import server as server  # a fixture
 
 from core import distributed
+from core.config import Config
 from core.extras.server_sampler import ServerSampler
+from core.faults import UsageError
 from core.loop import play
 from core.loop.ahead import Ahead
+from core.loop.players import open_sampler
 from core.optimizer import MasterAdamW
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
@@ -44,30 +47,29 @@ def test_it_has_the_metrics_and_rollouts_of_staleness_1(command, flags, monkeypa
     assert one == other
 
 
-@pytest.mark.parametrize("by_signal", [True, False])
-def test_what_ends_while_an_update_trains_goes_on_exactly(
-    command, flags, server, monkeypatch, by_signal
-):
+def test_what_ends_while_an_update_trains_goes_on_exactly(command, flags, server, monkeypatch):
     flags.append("--overlap")
-    assert command(*flags, "--run-name", "a")[0] == 0
-    step, steps = MasterAdamW.clip_and_step, []
+    assert command(*flags, "--run-name", "whole")[0] == 0
+    step = MasterAdamW.clip_and_step
+    for name in ("signal", "server"):
+        steps = []
 
-    def end(optimizer, *rest, **given):
-        steps.append(rest)
-        if len(steps) == 2 and by_signal:  # while the episodes of update 3 are played
-            signal.raise_signal(signal.SIGINT)
-        elif len(steps) == 2:
-            server.instead = lambda path, body: (503, "down")
-        return step(optimizer, *rest, **given)
+        def end(optimizer, *rest, name=name, steps=steps, **given):
+            steps.append(rest)
+            if len(steps) == 2 and name == "signal":  # while the episodes of update 3 are played
+                signal.raise_signal(signal.SIGINT)
+            elif len(steps) == 2:
+                server.instead = lambda path, body: (503, "down")
+            return step(optimizer, *rest, **given)
 
-    monkeypatch.setattr(MasterAdamW, "clip_and_step", end)
-    code, out, err = command(*flags, "--run-name", "b")
-    assert code == (130 if by_signal else 1) and "--resume runs/b" in out + err
-    assert [record["update"] for record in metrics_of("runs/b")] == [0, 1, 2]
-    monkeypatch.setattr(MasterAdamW, "clip_and_step", step)
-    server.instead = lambda path, body: None
-    assert command("--resume", "runs/b")[0] == 0
-    assert metrics_of("runs/a") == metrics_of("runs/b")
+        with monkeypatch.context() as patch:
+            patch.setattr(MasterAdamW, "clip_and_step", end)
+            code, out, err = command(*flags, "--run-name", name)
+        assert code == (130 if name == "signal" else 1) and f"--resume runs/{name}" in out + err
+        assert [record["update"] for record in metrics_of(f"runs/{name}")] == [0, 1, 2]
+        server.instead = lambda path, body: None
+        assert command("--resume", f"runs/{name}")[0] == 0
+        assert metrics_of("runs/whole") == metrics_of(f"runs/{name}")
 
 
 def test_the_server_gets_new_weights_once_no_episode_is_open(command, flags, server, monkeypatch):
@@ -90,19 +92,18 @@ def test_the_server_gets_new_weights_once_no_episode_is_open(command, flags, ser
     assert len(seen) >= 5 and not any(seen)
 
 
-def test_reward_functions_that_need_the_main_thread_are_refused(command, flags):
+@pytest.mark.parametrize("env, words", [
+    ("rewarded:data=a.jsonl,reward=r.py:f", "make them async, or remove it"),
+    ("tic_tac_toe:opponent=older:1", "--overlap does not go with opponent=older:1"),
+])  # fmt: skip
+def test_what_it_cannot_do_is_refused(command, flags, env, words):
     Path("r.py").write_text("def f(completions, **_):\n    return [0.0] * len(completions)")
     Path("a.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}')
-    code, _, err = command(*flags, "--overlap", "--env", "rewarded:data=a.jsonl,reward=r.py:f")
-    assert code == 2 and "make them async, or remove it" in err and not Path("runs").exists()
+    code, _, err = command(*flags, "--overlap", "--env", env)
+    assert code == 2 and words in err and not Path("runs").exists()
 
 
-def test_an_opponent_is_refused(command, flags):
-    code, _, err = command(*flags, "--overlap", "--env", "tic_tac_toe:opponent=older:1")
-    assert code == 2 and "--overlap does not go with opponent=older:1" in err
-
-
-def test_several_processes_are_refused(command, flags, monkeypatch):
+def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
-    code, _, err = command(*flags, "--overlap")
-    assert code == 2 and "torchrun" in err
+    with pytest.raises(UsageError, match="torchrun"):
+        open_sampler(Config(overlap=True), None, None, 0, None)
