@@ -17,7 +17,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from core.calls import LONG, Calls, Outcome, in_thread, outcome_of, quick_calls
+from core.calls import Calls, Outcome, in_thread, outcome_of, quick_calls
 from core.faults import Stopped
 from environments.base import (
     PLAYER,
@@ -122,14 +122,9 @@ class Pool:
         with quick_calls(on_progress) if self.quick else nullcontext():
             while self.quick and time.monotonic() < until:
                 group, function = self.quick.popleft()
-                since = time.monotonic()
                 outcome = outcome_of(function)
                 if isinstance(outcome[1], (KeyboardInterrupt, Stopped)):
                     raise outcome[1]
-                if time.monotonic() - since >= LONG:
-                    self.say_once(f"{group[0].env.spec.short}: {group[0].method.__name__}() took "
-                                  f"more than {LONG:g} s; if it waits for something, such as a "
-                                  "server, set waits = True in its class")  # fmt: skip
                 made.append((group, outcome))
         if self.slow.num_open:
             made += self.slow.ended(0.0 if made else wait)

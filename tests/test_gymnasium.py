@@ -124,17 +124,14 @@ def test_a_class_whose_actions_are_texts_reads_the_whole_response(tmp_path, monk
     Path("echoes.py").write_text(GAME)
     with pytest.raises(UsageError, match=r"write --env gymnasium:id=echoes\.py:Echo"):
         make("echoes.py:Echo")
-    env = make("gymnasium:id=echoes.py:Echo,word=plum")
-    hint = "Answer with a text of at most 20 characters."
+    env, hint = make("gymnasium:id=echoes.py:Echo,word=plum"), "Answer with a text of at most 20"
     for response, reward in (
         ("a plum!", 1), ('{"action": "plum"}', 1), ("<action>5 plum</action>", 1), ("pear", 0),
         ("It is a plum, I think.", -0.1), ("plüm", -0.1),
     ):  # fmt: skip
-        opening = f"Echo.\nSay the word. {hint}\nThe word is plum."
+        opening = f"Echo.\nSay the word. {hint} characters.\nThe word is plum."
         assert env.reset(0) == [user(opening)]
-        step = env.step(response)
-        assert step.reward == reward, response
-    assert step.message == user(hint) and not step.done
+        assert env.step(response).reward == reward, response
 
 
 def test_continuous_actions_are_read_and_guessed_as_json():
@@ -150,25 +147,15 @@ def test_continuous_actions_are_read_and_guessed_as_json():
     assert env.demonstrate(hasty=True) == guess
 
 
-@pytest.mark.parametrize(
-    ("id", "valid", "invalid"),
-    [
-        ("CartPole-v1", ["1", "np.int64(0)"], ["2", "object()"]),
-        ("Pendulum-v1", ["0.5", "np.array([-0.5])"], ["2.5", "float('nan')", "'fast'"]),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*Casting input")
-def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch, id, valid, invalid):
-    game = Game("Play.", read=lambda text: eval(text.partition("act ")[2] or "None"))
+def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch):
+    game = Game("Play.", read={"left": [-2.0], "half": np.array([-0.5]), "far": [3.0]}.get)
     monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
-    env = Gymnasium(id, words="a:b")
+    env = Gymnasium("Pendulum-v1", words="a:b")
     assert env.reset(0)[0]["content"].startswith("Play. End with a valid action.\n")
-    assert not any(env.step(f"I act {text}").info.get("invalid") for text in valid)
-    for text in invalid:
-        env.reset(0)
-        refused = [env.step(f"I act {text}") for _ in range(3)]
-        assert [step.reward for step in refused] == [-0.1, -0.1, -1.0], text
-        assert refused[0].message == user("End with a valid action.") and refused[2].done
+    assert not any(env.step(text).info.get("invalid") for text in ("left", "half"))
+    refused = [env.step(text) for text in ("far", "?", "far")]
+    assert [step.reward for step in refused] == [-0.1, -0.1, -1.0]
+    assert refused[0].message == user("End with a valid action.") and refused[2].done
 
 
 @pytest.mark.parametrize(("id", "cut"), [("Taxi-v4", True), ("CartPole-v1", False)])

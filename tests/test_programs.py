@@ -13,7 +13,6 @@ from shutil import which
 import pytest
 from conftest import AGENTS, wait_for_the_end_of
 
-from core import pool
 from core.batching import to_tokens
 from core.calls import in_thread
 from core.config import Config
@@ -27,7 +26,7 @@ from core.tiny import PRETRAINED
 from core.types import Completion
 from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, UsageError
-from environments.plumbing.registry import EnvSpec, make
+from environments.plumbing.registry import make
 
 RECORDED = AGENTS.parents[1] / "runs" / "agents"
 CHAOS = """
@@ -576,12 +575,6 @@ def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(p
     program = ONE_REQUEST.replace("1.0", "float(client.base_url.host == '127.0.0.2')")
     [rollout] = collect(policy, write(program, host="127.0.0.2"), 1)
     assert (rollout.error, rollout.episode_return) == ("", 1.0)
-
-
-def test_so_many_programs_run_at_once(write, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert pool.most_at_once(EnvSpec.read(write(""))) == 64
-    assert pool.most_at_once(EnvSpec.read(write("", run="", command="true"))) == 3 + 4
 
 
 @pytest.mark.parametrize("options, reason", [

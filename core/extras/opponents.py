@@ -5,13 +5,11 @@
 
 Any environment that names its `agents` can have one. The seed decides which agent the policy plays,
 `agents[seed % len(agents)]`, so all rollouts of a group have the same one. An opponent is another
-sampler: `Opponents.redirect` says which one answers the request of an agent. It samples at
-temperature 1, in evaluations too, and nothing of it is trained on, counted or evaluated.
+sampler at temperature 1, in evaluations too; nothing of it is trained on, counted or evaluated.
 
-`older:k` draws a copy for each task from the last `KEEP`, evenly. Evaluations play against the copy
-of update 0, the policy before RL, so that they can be compared with each other. The copies are
-<run>/opponents/<update>/: the trained weights, with LoRA only the adapters. A resumed run finds
-those that it needs, and writes the later ones again.
+`older:k` draws a copy for each task from the last `KEEP`, evenly; evaluations play against that of
+update 0, the policy before RL. The copies are <run>/opponents/<update>/: the trained weights, with
+LoRA only the adapters. A resumed run finds those that it needs, and writes the later ones again.
 """
 
 import random
@@ -63,16 +61,17 @@ class Opponents:
 
         Raises UsageError if there is no such opponent, or if a setting does not go with one.
         """
-        self.policy, self.run, self.progress = policy, run, progress
+        self.policy, self.folder, self.progress = policy, run / "opponents", progress
+        self.checkpoints = run / "checkpoint"
         self.intervals = dict[str, int]()  # k of each older:k
         self.samplers = dict[str, TorchSampler]()  # of folders, and of copies
-        for name in dict.fromkeys(env.opponent for env in (*cfg.env, *cfg.eval_env)):
-            if name and (cfg.overlap or cfg.sampler == "openai"):
+        for name in {env.opponent for env in (*cfg.env, *cfg.eval_env) if env.opponent}:
+            if cfg.overlap or cfg.sampler == "openai":
                 other = "--overlap" if cfg.overlap else "--sampler openai"
                 raise UsageError(f"{other} does not go with opponent={name}: remove one of them")
             if match := re.fullmatch("older:([1-9][0-9]{0,8})", name):
                 self.intervals[name] = int(match[1])
-            elif name:
+            else:
                 self.samplers[name] = TorchSampler(load_opponent(name, cfg, policy))
 
     def redirect(
@@ -88,8 +87,7 @@ class Opponents:
         if opponent in self.intervals:
             update = self.copy_for(episode.task.seed, opponent, seed)
             player = opponent = f"{opponent}, update {update}"
-            copy = OlderCopy(self.policy, self.folder_of(update))
-            self.samplers.setdefault(opponent, copy)
+            self.samplers.setdefault(opponent, OlderCopy(self.policy, self.folder_of(update)))
         own = episode.agents[episode.seat].rollout  # the only one that is kept
         said = {"player": player, "messages": agent.rollout.messages}
         own.for_log.setdefault("opponents", {})[name] = said
@@ -106,7 +104,7 @@ class Opponents:
         return drawn.choice(copies_at(self.progress["update"], self.intervals[opponent]))
 
     def folder_of(self, update: int) -> Path:
-        return self.run / "opponents" / f"{update:06d}"
+        return self.folder / f"{update:06d}"
 
     def save_copy(self) -> None:
         """Writes the copy that is due before the next update, and removes those not needed."""
@@ -117,10 +115,12 @@ class Opponents:
             with published(self.folder_of(update)) as part:
                 part.mkdir(parents=True)
                 save_weights(part, self.policy.trainable())
-            starts = (update, *saved_updates(self.run))  # a resumed run starts at one of these
+            # a resumed run starts at a checkpoint, whose name ends with its next update
+            saved = [int(path.name[7:]) - 1 for path in self.checkpoints.glob("[0-9]*-[0-9]*")]
+            starts = (update, *saved)
             needed = {0, *(n for start in starts for k in intervals for n in copies_at(start, k))}
-            for folder in self.folder_of(0).parent.glob("[0-9]*"):
-                if folder not in map(self.folder_of, needed):
+            for folder in self.folder.glob("[0-9]*"):
+                if int(folder.name) not in needed:
                     remove(folder)
         distributed.all_gather([0])  # the others read the file after it is complete
 
@@ -133,12 +133,6 @@ def copies_at(update: int, interval: int) -> list[int]:
     """
     newest = max(0, update) // interval * interval
     return [n for n in range(newest - (KEEP - 1) * interval, newest + 1, interval) if n >= 0]
-
-
-def saved_updates(run: Path) -> list[int]:
-    """The last finished update of each checkpoint."""
-    names = [path.name.partition("-")[2] for path in (run / "checkpoint").glob("[0-9]*-*")]
-    return [int(name) - 1 for name in names if name.isdecimal()]
 
 
 def load_opponent(folder: str, cfg: Config, policy: Policy) -> Policy:

@@ -42,7 +42,6 @@ from environments.base import (
 from environments.plumbing import workers
 from environments.plumbing.dataset import Row
 from environments.plumbing.options import split_words
-from environments.plumbing.tools import read_calls
 from environments.rewarded import begin_run, draw, load
 
 POLL = 0.5  # seconds between two looks of a call at its program
@@ -117,7 +116,7 @@ class Program(Env):
         step's message is the last one of the next request."""
         for ask in self.asks:
             if not ask.outcome.done():
-                ask.reply([_choice(response)] * ask.n, 0)
+                ask.reply([Choice(response, "stop", [])] * ask.n, 0)
         if not self._wait():
             return self._outcome()
         last = self.asks[0].messages[-1]
@@ -255,11 +254,3 @@ def _number(value: Any) -> float:
     if not abs(float(value)) <= MAX_REWARD:
         raise ValueError(f"the program returned {value!r:.60}, not within ±{MAX_REWARD:g}")
     return float(value)
-
-
-def _choice(text: str) -> Choice:
-    """A typed answer, with the calls in it."""
-    calls = [(f"call{i}", call.name, json.dumps(call.arguments))
-             for i, call in enumerate(read_calls(text)) if not call.error]  # fmt: skip
-    content = text.partition("<tool_call>")[0].strip() if calls else text
-    return Choice(content, "tool_calls" if calls else "stop", [], calls)

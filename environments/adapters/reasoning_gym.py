@@ -35,17 +35,15 @@ ARITHMETIC = re.compile(r"(?:[\d\s+/()-]|\*(?!\*)){1,1000}")
 POLYNOMIAL = re.compile(r"(?:[\d\s+/()C-]|[xyzX](?:\s*\*\*\s*\d\d?(?!\d))?|\*(?!\*)){1,1000}")
 NESTED_LIST = re.compile(r"[\[\],\s\dA-Z_'\".-]*")  # no lower case: no keywords, no calls
 SAFE = {
-    **dict.fromkeys(("countdown", "puzzle24"), ARITHMETIC),
-    **dict.fromkeys(("simple_integration", "polynomial_multiplication"), POLYNOMIAL),
-    **dict.fromkeys(
-        ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), NESTED_LIST
-    ),
-}
+    "countdown": ARITHMETIC, "puzzle24": ARITHMETIC,
+    "simple_integration": POLYNOMIAL, "polynomial_multiplication": POLYNOMIAL,
+    "binary_matrix": NESTED_LIST, "n_queens": NESTED_LIST, "spiral_matrix": NESTED_LIST,
+    "string_insertion": NESTED_LIST,
+}  # fmt: skip
 # accepts the question, written as Integral(..), as an answer; mixes other datasets
 UNSUPPORTED = "intermediate_integration", "composite"
-SET_ORDERED = (
-    "isomorphic_strings knight_swap polynomial_multiplication ransom_note word_ladder".split()
-)
+SET_ORDERED = """isomorphic_strings knight_swap polynomial_multiplication ransom_note
+    word_ladder""".split()
 
 
 class ReasoningGym(Env):

@@ -12,10 +12,9 @@ The client writes one request per line; the server answers each with one line:
     {"do": "demonstrate", "hasty": false}   {"text": ".." or null}
     any request that fails on the server    {"error": ".."}
 
-Observations, actions and rewards are those of the served environment. If the server does not answer
-within `timeout`, exits, or sends anything but one valid line, the client kills it and raises
-EnvFailure with the last lines that it wrote to stderr: the episode fails, and the next episode
-starts a new server. After an {"error": ".."} it raises RemoteError instead.
+A server that is late (`timeout`), exits, or sends anything but one valid line is killed, and the
+episode fails with EnvFailure and the last lines of its stderr; the next one starts a new server. An
+{"error": ".."} fails it with RemoteError instead.
 
 >>> env = Remote(env="letter_counting")
 >>> env.reset(seed=62)[0]["content"]
@@ -31,6 +30,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
@@ -83,17 +83,11 @@ class Remote(Env):
         self.process: workers.Forked | workers.Fresh | None = None
 
     def reset(self, seed: int) -> list[Message]:
-        was_started = self.process is not None
-        try:
-            return self._begin(seed)
-        except EnvFailure:
-            if not was_started:
-                raise
-        return self._begin(seed)  # the server has ended since the last episode
-
-    def _begin(self, seed: int) -> list[Message]:
         request = {"do": "reset", "seed": seed}
-        return self._request(request, lambda answer: _read_messages(answer["messages"]))
+        if self.process is not None:
+            with suppress(EnvFailure):  # the server has ended since the last episode
+                return self._request(request, _read_opening)
+        return self._request(request, _read_opening)
 
     def step(self, response: str) -> Step:
         return self._request({"do": "step", "response": response}, _read_step)
@@ -172,6 +166,10 @@ def _answer(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "step":
         return vars(checked_step(env.step(request["response"]), PLAYER, is_single=True))
     return {"text": env.demonstrate(request["hasty"])}
+
+
+def _read_opening(answer: dict[str, Any]) -> list[Message]:
+    return _read_messages(answer["messages"])
 
 
 def _read_messages(value: Any) -> list[Message]:

@@ -20,6 +20,7 @@ line of the response. Reward:
 ['close chest', None, None]
 """
 
+import os
 import random
 import re
 import tempfile
@@ -37,10 +38,8 @@ LEVELS = {1: (1, 3, 1), 2: (2, 4, 2), 3: (3, 6, 3), 4: (4, 8, 4), 5: (6, 10, 6)}
 INFOS = "admissible_commands description feedback objective policy_commands score won".split()
 FORMAT = "Reply with one command."
 MAX_COMMAND_LENGTH = 100  # characters
-MAX_GAMES = 300  # kept in the folder, 0.4 MB each
-INTERPRETER_COMMANDS = set(
-    "q quit restart save restore undo script recording replay version restrict".split()
-)
+MAX_FILES = 900  # kept in the folder: three of a game, 0.4 MB
+INTERPRETER = {*"q quit restart save restore undo script recording replay version restrict".split()}
 
 
 class TextWorld(Env):
@@ -98,7 +97,7 @@ def read_command(response: str) -> str | None:
     # A backslash would start a command to the interpreter, which may then never return.
     plain = re.sub("[^a-z0-9',.-]", " ", lines[-1].lower() if lines else "")
     words = plain[:MAX_COMMAND_LENGTH].split()
-    if not words or INTERPRETER_COMMANDS & set(re.findall("[a-z]+", plain)):
+    if not words or INTERPRETER & set(re.findall("[a-z]+", plain)):
         return None
     return " ".join(words)
 
@@ -111,10 +110,8 @@ def _make_game(textworld: Any, level: int, seed: int) -> str:
         options.nb_rooms, options.nb_objects, options.quest_length = LEVELS[level]
         options.seeds, options.path = seed, str(file)
         textworld.generator.compile_game(textworld.generator.make_game(options), options)
-        games = sorted(file.parent.glob("*.z8"), key=lambda game: game.stat().st_mtime_ns)
-        for old in games[:-MAX_GAMES]:
-            for part in old.parent.glob(f"{old.stem}.*"):
-                part.unlink()
+        for old in sorted(file.parent.iterdir(), key=os.path.getmtime)[:-MAX_FILES]:
+            old.unlink()
     return str(file)
 
 
