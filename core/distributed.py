@@ -1,7 +1,6 @@
 """Data parallelism under torchrun: each rank samples and trains on its shard of every update.
 
     torchrun --nproc-per-node 2 train.py
-    torchrun --nproc-per-node 8 --max-restarts 3 train.py --run-name mine    # resumes after a crash
 
 All ranks run the same loop. Each rank samples the rollouts of its shard of the tasks. The ranks
 then exchange their rollouts, so every rank computes the advantages and metrics of the whole batch.
@@ -24,14 +23,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
-from core.faults import Fault, RankLost, UsageError
+from core.faults import RankLost, UsageError
 
 T = TypeVar("T")
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE
 PATIENCE = timedelta(hours=1)  # how long one rank waits for another
-JOIN_MINUTES = 10  # for all ranks to start
 
 
 def rank() -> int:
@@ -42,16 +39,6 @@ def rank() -> int:
 def num_ranks() -> int:
     """Number of processes that train together."""
     return int(os.environ["WORLD_SIZE"]) if LAUNCHED in os.environ else 1
-
-
-def is_restarted() -> bool:
-    """Whether torchrun restarted this run after a rank died."""
-    return LAUNCHED in os.environ and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
-
-
-def may_restart() -> bool:
-    """Whether torchrun restarts the run if a rank dies (--max-restarts)."""
-    return LAUNCHED in os.environ and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0
 
 
 @contextmanager
@@ -74,15 +61,8 @@ def process_group(device: str) -> Iterator[None]:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    with rank_lost(f"not all ranks joined within {JOIN_MINUTES} minutes", Fault):
-        store, number, count = next(rendezvous("env://", timeout=timedelta(minutes=JOIN_MINUTES)))
-        # torchrun's store outlives a restart and holds the addresses of dead ranks
-        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    with rank_lost():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=number, world_size=count,
-            timeout=PATIENCE,
-        )  # fmt: skip
+    with rank_lost("not all ranks joined"):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
     try:
         yield
     finally:
@@ -189,11 +169,9 @@ def check_shared(folder: Path) -> None:
 
 
 @contextmanager
-def rank_lost(
-    what: str = "another rank died, so this rank ends", kind: type[Fault] = RankLost
-) -> Iterator[None]:
-    """Turns the error of a collective inside into one of `kind`, of one line."""
+def rank_lost(what: str = "another rank died, so this rank ends") -> Iterator[None]:
+    """Turns the error of a collective inside into RankLost, of one line."""
     try:
         yield
     except RuntimeError as error:
-        raise kind(f"{what}: {str(error).strip().splitlines()[0][:200]}") from error
+        raise RankLost(f"{what}: {str(error).strip().splitlines()[0][:200]}") from error

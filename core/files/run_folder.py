@@ -21,7 +21,6 @@ from typing import Any
 import filelock
 import yaml
 
-from core import distributed
 from core.algorithm import name_of
 from core.chat_template import TODAY
 from core.config import MAX_NAME_BYTES, RUNS, SMOLLM2, TINY, Config, parse_template_options
@@ -35,27 +34,23 @@ def begin(cfg: Config) -> tuple[Config, Path, bool]:
     """Creates the folder of a new run, or finds that of another; returns its settings, the folder,
     and whether it is new.
 
-    A chat template may show a date: that of the run's start, which a run that is resumed, or that
-    torchrun restarts, keeps. Raises UsageError for a name that is taken.
+    A chat template may show a date: that of the run's start, which a run that is resumed keeps.
+    Raises UsageError for a name that is taken.
     """
-    if not cfg.run_name and not cfg.resume and distributed.may_restart():
-        raise UsageError("torchrun --max-restarts needs a --run-name, to find the run to resume")
-    folder = Path(cfg.resume) if cfg.resume else RUNS / cfg.run_name
-    restarted = bool(cfg.run_name) and distributed.is_restarted() and folder.exists()
-    is_new = not cfg.resume and not restarted
+    folder = Path(cfg.resume)
     named = TODAY in parse_template_options(cfg.template_options)
     if not named and cfg.model_id not in (*TINY, SMOLLM2) and cfg.sampler != "openai":
         options = f"{TODAY}={date.today().isoformat()}"
         options = ",".join(filter(None, [cfg.template_options, options]))
-        if not is_new:
+        if cfg.resume:
             options = read_config(folder / "config.yaml").template_options
         cfg = replace(cfg, template_options=options)
-    if is_new:
+    if not cfg.resume:
         names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
         stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"[:MAX_NAME_BYTES]
         folder = new_folder(RUNS, cfg.run_name, stem)
         folder = create_run(folder, config_to_dict(cfg), take_next=not cfg.run_name)
-    return cfg, folder, is_new
+    return cfg, folder, not cfg.resume
 
 
 def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:
