@@ -10,11 +10,10 @@ from core.terminal import interrupt
 from environments.plumbing.text import print_any_character
 
 if interrupt.owns_process():
-    interrupt.set_hooks()  # before the slow imports
+    sys.excepthook = interrupt.show_error  # before the slow imports
     print_any_character()
 
-from core import config, settings
-from core.config import Config
+from core import settings
 from core.faults import DISK_ERRORS, Fault, RankLost, Stopped, UsageError
 from environments.plumbing.text import one_line
 
@@ -24,17 +23,13 @@ def execute(
     args: list[str],
     parse: Callable[[list[str]], Any] = settings.parse,
     program: str = "train.py",
-    starting: bool = False,
 ) -> int:
     """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line.
 
     The error of a disk, outside the folder of a run too, is a Fault. Under torchrun the first rank
     of a machine prints that a run has stopped, and returns the code of it; the other ranks return
     0, as torchrun would end the first, which still writes the pages, if another had failed.
-    `starting`: slow imports follow, which Ctrl-C ends at once.
     """
-    if not starting:
-        interrupt.end_start()
     is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
         code = main(parse(args))
@@ -65,24 +60,16 @@ def execute(
 
 
 def answer_at_once(args: list[str]) -> None:
-    """Exit for --help and for settings that are wrong, before the slow imports."""
+    """Exit for --help and for words that are no settings, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch with the algorithm
     if sys.stderr.isatty() and not {"-h", "--help"} & {*args}:
         say_loading()
     try:
-        code = execute(_check, args, starting=True)
+        code = execute(lambda _: 0, args)
     except BrokenPipeError:  # --help | head
         os._exit(0)  # at its usual exit Python would write once more
     if code:
         sys.exit(code)
-
-
-def _check(cfg: Config) -> int:
-    cfg = config.resolve(cfg)
-    config.validate(cfg)
-    for spec in (*cfg.env, *cfg.eval_env):
-        _ = spec.values  # raises UsageError for an option that the environment has not
-    return 0
 
 
 def say_loading() -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C: it ends the start of a program at once, and a run at a safe point."""
+"""Ctrl-C: it ends a run at a safe point."""
 
 import os
 import signal
@@ -22,29 +22,9 @@ def owns_process() -> bool:
     return Path(started).resolve().is_relative_to(Path(__file__).parents[2])
 
 
-def set_hooks() -> None:
-    """Lets Ctrl-C end this program at once until `end_start`, also in slow imports.
-
-    An exception would not do: libraries catch it, and Python drops it in some callbacks. Tracebacks
-    of errors lose the control characters that the message of an error may contain.
-    """
-    sys.excepthook = show_error
-    if _takes_signals() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def end_start() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt."""
-    if _takes_signals() and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _takes_signals() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def show_error(*error: Any) -> None:
-    """Prints the traceback of an error (its class, itself, its frames) that nobody caught."""
+    """Prints the traceback of an error (its class, itself, its frames) that nobody caught, without
+    the control characters that its message may contain; none after Ctrl-C."""
     if issubclass(error[0], KeyboardInterrupt):
         sys.exit(130)
     print(printable("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
@@ -67,7 +47,8 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         self.terminals = [handle for handle in (1, 2) if os.isatty(handle)]
-        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if _takes_signals() else ()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if in_main_thread else ()
         for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self.previous[number] = signal.signal(number, self._request)
