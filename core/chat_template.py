@@ -190,9 +190,9 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int:
     return ids[0]
 
 
-def without_embedding(tokenizer: Tokenizer, count: int) -> list[str]:
-    """The added tokens beyond the `count` embeddings of the model; a message that has one in it is
-    encoded as the plain characters from now on.
+def set_num_embeddings(tokenizer: Tokenizer, count: int) -> None:
+    """Says how many tokens the model has embeddings of; a message that has an added token beyond
+    them in it is encoded as the plain characters from now on.
 
     Raises UsageError if the template writes one, or if the vocabulary itself is larger.
     """
@@ -205,7 +205,6 @@ def without_embedding(tokenizer: Tokenizer, count: int) -> list[str]:
     if last >= count:
         raise UsageError(f"the chat template writes {tokenizer.decode([last])!r}, a token "
                          f"that was added and has no embedding: {hint}")  # fmt: skip
-    return [t.content for i, t in sorted(tokenizer.added_tokens_decoder.items()) if i >= count]
 
 
 def num_embeddings(tokenizer: Tokenizer) -> int:

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
@@ -30,8 +28,8 @@ from core.chat_template import (
     PLAIN,
     check_template,
     end_of_turn_id,
+    set_num_embeddings,
     set_template_options,
-    without_embedding,
 )
 from core.config import RUNS, Config, parse_template_options
 from core.faults import UsageError
@@ -42,8 +40,9 @@ from core.prefix_sharing import ATTENTION, make_tree
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
 NEVER = -30.0  # log-prob of a token that is not sampled, ever
 MAX_SHARING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
+ADAPTER_CONFIG = "adapter_config.json"
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
-HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer before its models are read from the cache
+LFS = b"version https://git-lfs"  # the beginning of a file that Git LFS has not fetched
 MAX_REASON = 200  # characters of another library's error message that are shown
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
@@ -73,10 +72,13 @@ def load_policy(
     model_id = model_id or cfg.model_id
     device = pick_device(cfg.device)
     subject = f"{flag} {model_id}"
+    _check_folder(model_id, subject)
     if has_adapters(model_id):
         adapters = adapters or model_id
         model_id = _base_of(cfg, model_id, subject, train=flag == "--model-id")
-    base, tokenizer = _load_files(cfg, model_id, device, flag)
+        subject += f": its base {model_id} ({ADAPTER_CONFIG})"
+    trains_all = flag == "--model-id" and not adapters and cfg.num_updates + cfg.sft_steps > 0
+    base, tokenizer = _load_files(cfg, model_id, device, subject, trains_all)
     torch.manual_seed(cfg.seed)
     adapted = cfg.lora_rank > 0 or adapters
     model: Any = _with_adapters(base, cfg.lora_rank, adapters) if adapted else base
@@ -91,7 +93,7 @@ def load_policy(
         variables = parse_template_options(cfg.template_options)
         set_template_options(tokenizer, variables)
         embeddings = cast(nn.Embedding, base.get_input_embeddings()).weight
-        unknown = without_embedding(tokenizer, len(embeddings))
+        set_num_embeddings(tokenizer, len(embeddings))
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
     config = base.config.get_text_config()
@@ -112,56 +114,14 @@ def load_policy(
         trust_remote_code=cfg.trust_remote_code,
     )
     _check_logits(subject, policy)
-    if asked > limit != config.max_position_embeddings:
-        policy.remarks.append(f"a context has {limit} tokens and not {asked}: {limited_by}")
-    if unknown:
-        policy.remarks.append(
-            f"the model has no embedding of {len(unknown)} tokens that were added to its "
-            f"tokenizer, such as {unknown[-1]!r}: messages have their characters instead"
-        )
     if reason := _share_prefixes(policy):
         policy.remarks.append(f"computing each prompt once per completion, as {reason}")
     return policy
 
 
 def has_adapters(folder: str) -> bool:
-    """Whether the folder has LoRA adapters and no weights of a model.
-
-    Beside adapters some trainers save the config.json of their base.
-    """
-    weights = ("model*.safetensors", "pytorch_model*.bin")
-    has_weights = any(any(Path(folder).glob(pattern)) for pattern in weights)
-    return Path(folder, "adapter_config.json").exists() and not has_weights
-
-
-def reads_cache(model_id: str, flag: str) -> bool:
-    """Whether `model_id` is a Hub id and its files have to come from the cache: the Hub is silent.
-
-    Asks the Hub once; its library would try five times for each file, for over a minute. Raises
-    UsageError, which names `flag`, if the cache has no such model, or if `model_id` is neither a
-    folder with a model nor written like a Hub id.
-    """
-    folder = Path(model_id)
-    if (folder / "config.json").exists():
-        return False
-    is_hub_id = not folder.exists() and RUNS not in folder.parents
-    try:
-        validate_repo_id(model_id)
-    except HFValidationError:
-        is_hub_id = False
-    if not is_hub_id:
-        raise UsageError(f"{flag} {model_id}: no model in this folder (no config.json), and no Hub "
-                         "id, such as Qwen/Qwen3-0.6B; a run's is runs/NAME/model")  # fmt: skip
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
-        return False
-    except Exception as error:  # of whichever HTTP library huggingface_hub is built on
-        if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
-            return True
-        reason = " ".join(str(error).split())[:MAX_REASON]
-        raise UsageError(f"{flag} {model_id}: not in the cache, and {constants.ENDPOINT} cannot be "
-                         f"reached ({reason}): connect to a network, give the folder of a model, "
-                         "or take tiny or smollm2 (core/files/smollm2.py)") from error  # fmt: skip
+    """Whether the folder has LoRA adapters: then these are loaded, and the base that they name."""
+    return Path(folder, ADAPTER_CONFIG).exists()
 
 
 def pick_device(name: str) -> torch.device:
@@ -180,40 +140,64 @@ def pick_device(name: str) -> torch.device:
                      "cuda:N or mps")  # fmt: skip
 
 
+def _check_folder(model_id: str, subject: str) -> None:
+    """Raises UsageError for what is given in place of a Hub id or of the folder of a model."""
+    folder = Path(model_id)
+    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    kinds = {file.suffix for file in [folder, *files]}
+    small = [file for file in files if file.stat().st_size < 1000]
+    pointers = [file.name for file in small if file.read_bytes().startswith(LFS)]
+    if pointers:
+        reason = f"{min(pointers)} is a pointer of Git LFS: run git lfs pull there"
+    elif has_adapters(model_id) or (folder / "config.json").exists():
+        if ".bin" not in kinds or ".safetensors" in kinds or has_adapters(model_id):
+            return
+        reason = "weights in .bin are not read: save them again, with save_pretrained"
+    elif ".gguf" in kinds:
+        reason = "GGUF is not read: take the model's safetensors"
+    elif snapshots := [*folder.glob("snapshots/*")]:
+        reason = f"a folder of the cache: take {snapshots[0]}, or the model's Hub id"
+    elif folder.exists() or RUNS in folder.parents or "://" in model_id:
+        reason = "no model in this folder (no config.json), and no Hub id, such as Qwen/Qwen3-0.6B"
+        reason += "; a run's is runs/NAME/model"
+    else:
+        return
+    raise UsageError(f"{subject}: {reason}")
+
+
 def _load_files(
-    cfg: Config, model_id: str, device: torch.device, flag: str
+    cfg: Config, model_id: str, device: torch.device, subject: str, trains_all: bool
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    dtype, trusted, from_cache = cfg.dtype, cfg.trust_remote_code, reads_cache(model_id, flag)
+    dtype, source = cfg.dtype, {"trust_remote_code": cfg.trust_remote_code}
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    source: dict[str, Any] = {"trust_remote_code": trusted, "local_files_only": from_cache}
     from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     if cfg.quantize == "nf4":
         from core.quantize import load_in_4_bits
 
         from_pretrained = partial(load_in_4_bits, device=device)
-    with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
-        saved = get_tokenizer_config(model_id, local_files_only=from_cache)
-        if not trusted and "auto_map" in saved:
+    with _one_line_errors(f"{subject}: can't be loaded", cfg.trust_remote_code):
+        if not cfg.trust_remote_code and "auto_map" in get_tokenizer_config(model_id):
             # transformers would fall back to another tokenizer, with other ids, without a warning
             raise ValueError("trust_remote_code")
-        if find_adapter_config_file(model_id, local_files_only=from_cache):
-            # transformers would add them, and new ones would take their place
-            raise ValueError(
-                "it has a whole model and LoRA adapters: move the one or the other elsewhere"
-                if Path(model_id).is_dir()
-                else "it is LoRA adapters: download them to a folder, and give that"
-            )
+        if find_adapter_config_file(model_id):
+            raise ValueError("it is LoRA adapters: download them to a folder, and give that")
         tokenizer = AutoTokenizer.from_pretrained(model_id, **source)
+        config = AutoConfig.from_pretrained(model_id, **source)
+        config._attn_implementation = None  # of the trainer that saved it
+        saved = getattr(config, "quantization_config", None)
+        if saved and trains_all and cfg.lora_rank == 0:
+            raise ValueError("its weights are quantized: give --lora-rank 16")
+        if saved and cfg.quantize == "nf4" and not saved.get("load_in_4bit"):
+            raise ValueError("its weights are quantized in another way: leave out --quantize")
         model, report = from_pretrained(
-            model_id, dtype=getattr(torch, dtype), use_safetensors=True,
-            output_loading_info=True, ignore_mismatched_sizes=True,
-            adapter_kwargs={"local_files_only": from_cache}, **source,
+            model_id, config=config, dtype=getattr(torch, dtype), use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True, **source,
         )  # fmt: skip
     # transformers has put random weights in their place
     invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if invalid:
-        raise UsageError(f"{flag} {model_id}: {len(invalid)} of its weights are missing or "
+        raise UsageError(f"{subject}: {len(invalid)} of its weights are missing or "
                          f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
     model.config.use_cache = False  # in training; sampling passes its own cache
     model.config.output_attentions = False  # sdpa has none, and would refuse to be exported
@@ -356,20 +340,24 @@ def _base_of(cfg: Config, folder: str, subject: str, train: bool) -> str:
 
     Raises UsageError if they cannot be read or, to `train` them, have another rank.
     """
-    from peft import LoraConfig  # takes a second
+    from peft import LoraConfig, PeftConfig  # takes a second
 
     with _one_line_errors(f"{subject}: can't be loaded"):
-        saved: Any = LoraConfig.from_pretrained(folder)
-        if not isinstance(saved, LoraConfig) or not saved.base_model_name_or_path:
+        saved: Any = PeftConfig.from_pretrained(folder)
+        base = saved.base_model_name_or_path
+        if not isinstance(saved, LoraConfig) or not base:
             raise ValueError(f"adapters of the kind {saved.peft_type.value} for the base model "
-                             f"{saved.base_model_name_or_path}: picoRL reads LoRA that names its "
-                             "base in adapter_config.json")  # fmt: skip
+                             f"{base}: picoRL reads LoRA that names its base in "
+                             f"{ADAPTER_CONFIG}")  # fmt: skip
+        if "pissa_niter" in str(saved.init_lora_weights):
+            raise ValueError("its base was changed at random (pissa_niter): save the adapters with "
+                             "path_initial_model_for_weight_conversion")  # fmt: skip
     if train and cfg.lora_rank != saved.r:
         raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
                          f"--lora-rank {saved.r}")  # fmt: skip
-    model_id, copied = saved.base_model_name_or_path, Path(folder).parent / "base"
-    is_tiny = Path(model_id).name == "base" and copied.is_dir()  # in a run that may have moved
-    return str(copied) if is_tiny else model_id
+    copied = Path(folder).parent / "base"
+    is_tiny = Path(base).name == "base" and copied.is_dir()  # in a run that may have moved
+    return str(copied) if is_tiny else base
 
 
 def _with_adapters(model: PreTrainedModel, rank: int, folder: str) -> Any:
@@ -379,18 +367,17 @@ def _with_adapters(model: PreTrainedModel, rank: int, folder: str) -> Any:
 
     if Path(str(model.name_or_path)).is_dir():  # PEFT saves it, and may open it from elsewhere
         model.name_or_path = str(Path(str(model.name_or_path)).absolute())
-    with _one_line_errors(f"{folder}: can't be loaded" if folder else f"--lora-rank {rank}"):
-        if folder and not any(Path(folder).glob("adapter_model.*")):
-            raise ValueError("it has an adapter_config.json and no adapter_model.safetensors")
-        if not folder:
-            config = LoraConfig(
-                task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
-            )
+    if not folder:
+        config = LoraConfig(
+            task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
+        )
+        with _one_line_errors(f"--lora-rank {rank}"):
             return get_peft_model(model, config)
+    with _one_line_errors(f"{folder}: can't be loaded"):
         config = LoraConfig.from_pretrained(folder)
         config.inference_mode = False  # saved as True, with which nothing is trained
-        adapted = get_peft_model(model, config)
         weights = load_peft_weights(folder, device="cpu")
+        adapted = get_peft_model(model, config)
         found: Any = set_peft_model_state_dict(adapted, weights)
         missing = [key for key in found.missing_keys if "lora_" in key]
         if odd := [*found.unexpected_keys, *missing]:

@@ -82,7 +82,7 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("--run-name there", "runs/there"),
     ("--run-name ..", "--run-name"),
     ("--device cuda:99", "--device cuda:99"),
-    ("--model-id nobody/nothing", "cannot be reached"),
+    ("--model-id nobody/nothing", "connect to"),
     ("--model-id runs/none", "no model in this folder"),
     ("--model-id runs/there", "a run's is runs/NAME/model"),
     ("--template-options enable_thinking=false", "--template-options enable_thinking"),
