@@ -92,18 +92,20 @@ def test_a_learning_rate_of_0_for_the_value_head_is_that_of_the_policy(qwen3_fol
 
 
 def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder):
-    steps = {}
-    for target in (0.0, 1e-6, 1e3):
+    def steps(target, num_epochs):
         policy = load_small(qwen3_folder, value_head=True)
-        cfg = config(algo="ppo", num_epochs=3, options=ppo.Options(target_kl=target))
-        rollouts = played(policy, [0.0, 1.0, 2.0])
+        cfg = config(algo="ppo", num_epochs=num_epochs, options=ppo.Options(target_kl=target))
         end = UpdateStats.end_minibatch
         with patch.object(UpdateStats, "end_minibatch", autospec=True, side_effect=end) as tried:
-            metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
-        steps[target] = metrics["update/steps"], tried.call_count
+            optimizer, rollouts = make_optimizer(policy, 1e-2), played(policy, [0.0, 1.0, 2.0])
+            metrics = single_update(cfg, policy, optimizer, rollouts)
         left = [p.grad for p in policy.trainable().values() if p.grad is not None]
         assert not any(gradient.any() for gradient in left)  # nothing for the next update
-    assert steps == {0.0: (3, 3), 1e-6: (1, 2), 1e3: (3, 3)}
+        return metrics["update/steps"], tried.call_count, metrics["kl/approx"]
+
+    *unlimited, kl = steps(0.0, 2)  # the KL after the first step
+    assert unlimited == [2, 2]
+    assert steps(0.7 * kl, 3)[:2] == (1, 2) and steps(1.4 * kl, 2)[:2] == (2, 2)
 
 
 def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_folder):
