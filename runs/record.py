@@ -46,6 +46,8 @@ ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT)]
 
 from core.files.run_log import read_records  # noqa: E402
+from core.report.curves import COLORS, band, label, panels  # noqa: E402
+from core.report.summary import tokens_to_target  # noqa: E402
 from core.results import before_after  # noqa: E402
 
 
@@ -209,7 +211,8 @@ def cell(spec: str, runs: list[Run], env: str) -> str:
             reached = (r["update"] for r in run.records if r.get(f"eval/{env}/accuracy", 0) >= 0.9)
             return f"update {next(reached, 'never')}"
         case ["tokens"]:
-            return ", ".join(tokens_until(run, env, 0.9) for run in runs)
+            tokens = [tokens_to_target(env, run.records) for run in runs]
+            return ", ".join("never" if n is None else f"{n / 1000:.1f}k" for n in tokens)
         case ["change", metric, form]:
             return " → ".join(
                 cell(f"{end} {metric} {form}", runs, env) for end in ("first", "last")
@@ -225,46 +228,41 @@ def cell(spec: str, runs: list[Run], env: str) -> str:
     raise ValueError(f"no such column: {spec}")
 
 
-def tokens_until(run: Run, env: str, accuracy: float) -> str:
-    """The thousands of tokens sampled until the first evaluation with this accuracy."""
-    tokens = 0
-    for record in run.records:
-        tokens += record.get("tokens/sampled", 0)
-        if record.get(f"eval/{env}/accuracy", 0) >= accuracy:
-            return f"{tokens / 1000:.1f}k"
-    return "never"
-
-
 def draw(folder: Path, page: dict[str, Any], runs: list[Run]) -> None:
     """Writes the page's picture: a panel for each metric or for each run."""
-    from figures import band, figure, panel, seed_band
-
-    from core.report.curves import BLUE, GREEN, ORANGE, PURPLE, RED
-
-    colors = (BLUE, ORANGE, GREEN, PURPLE, RED)
     names = list(dict.fromkeys(run.name for run in runs))
     by_run = page["panels"] == "runs"
-    panels = dict.fromkeys(names, "") if by_run else page["panels"]
-    across = min(len(panels), 4)
-    down = -(-len(panels) // across)
+    shown = dict.fromkeys(names, "") if by_run else page["panels"]
+    across = min(len(shown), 4)
+    down = -(-len(shown) // across)
     target = folder / page.get("picture", "curves.png")
-    with figure(target, page["title"], down, across, (3.9 * across, 3.4 * down)) as axes:
-        for axis, (title, metric) in zip(axes, panels.items(), strict=False):
-            for run, color in zip([r for r in runs if r.name == title], colors, strict=False):
-                shown = [r for r in run.records if f"eval/{run.envs[0]}/accuracy" in r]
-                bands = zip(*(run.interval(run.envs[0], r) for r in shown), strict=True)
-                band(axis, [r["update"] for r in shown], *bands, color, marker=".")
+    with panels(target, page["title"], down, across, (3.9 * across, 3.4 * down)) as axes:
+        for axis, (title, metric) in zip(axes, shown.items(), strict=False):
+            label(axis, title)
+            for run, color in zip([r for r in runs if r.name == title], COLORS, strict=False):
+                found = [r for r in run.records if f"eval/{run.envs[0]}/accuracy" in r]
+                bands = zip(*(run.interval(run.envs[0], r) for r in found), strict=True)
+                band(axis, [r["update"] for r in found], *bands, color=color, marker=".")
             for number, name in enumerate([] if by_run else names):
                 curves = [run.curve(metric) for run in runs if run.name == name]
                 if all(curves):
-                    turn, place = divmod(number, len(colors))
-                    look = {"color": colors[place], "linestyle": ("-", "--", ":")[turn]}
+                    turn, place = divmod(number, len(COLORS))
+                    look = {"color": COLORS[place], "linestyle": ("-", "--", ":")[turn]}
                     seed_band(axis, curves, label=name, **look)
-            panel(axis, title, "update")
-        for axis in axes[len(panels) :]:
+        for axis in axes[len(shown) :]:
             axis.set_axis_off()
         if not by_run:
             axes[0].legend(frameon=False, fontsize=8)
+
+
+def seed_band(axis: Any, seeds: list[list[tuple[float, float]]], **look: Any) -> None:
+    """Draws the mean over seeds, with a band from the lowest to the highest seed.
+
+    `seeds`: for each seed its points (x, y); point i of every seed is one point of the curve.
+    """
+    points = [[*zip(*at, strict=True)] for at in zip(*seeds, strict=False)]
+    x, middle = ([statistics.fmean(values) for values in of] for of in zip(*points, strict=True))
+    band(axis, x, middle, [min(ys) for _, ys in points], [max(ys) for _, ys in points], **look)
 
 
 def read_seconds(folder: Path) -> dict[str, int]:

@@ -90,7 +90,7 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
 
 def label(axis: Axes, title: str, x: str = "update") -> None:
     """Sets the title and the x label of a panel."""
-    axis.set_title(title, loc="left", fontweight="bold")
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axis.set_xlabel(x)
     axis.locator_params(axis="x", integer=True)
 

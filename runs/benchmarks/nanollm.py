@@ -133,14 +133,9 @@ def with_vllm(args: Args, folder: str, **options: Any) -> Sample:
     return sample
 
 
-def with_backend(args: Args, folder: str) -> Sample:
-    return with_vllm(args, folder, model_impl="transformers", enforce_eager=True)
-
-
 SAMPLERS = {
     "NanoLLM": with_nanollm,
     "plain vLLM": with_vllm,
-    "vLLM's transformers backend, eager": with_backend,
 }
 
 

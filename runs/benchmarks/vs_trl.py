@@ -55,9 +55,6 @@ SHAPES = {  # of a Qwen3: width, MLP, layers, heads, heads of keys, size of a he
     "1.7B": (2048, 6144, 28, 16, 8, 128, 151936),
     "4B": (2560, 9728, 36, 32, 8, 128, 151936),
 }
-GOALS = {  # maximum of picoRL's time / TRL's time, by model and prompt length
-    "4M": {50: 0.55, 200: 0.3}, "0.6B": {200: 0.6}, "4B": {200: 0.6},
-}  # fmt: skip
 GROUP_SIZE = 8
 GB = 2**30
 
@@ -74,7 +71,6 @@ class Args:
     max_tokens: int = 0  # of every completion, exactly; 0: 64, on a GPU 512
     steps: int = 4  # measured in each process, after one that is not
     rounds: int = 5  # of each side, in turn
-    sleep: bool = False  # TRL's engine sleeps while it trains (a GPU)
     write: bool = True  # on a CPU: save the results as JSON and write the table into README.md
 
     def __post_init__(self) -> None:
@@ -137,24 +133,18 @@ def table(args: Args, found: dict[int, dict[str, list[dict[str, Any]]]]) -> list
     rows = []
     trained = f"LoRA {args.lora_rank}" if args.lora_rank else "all weights"
     for prompt_tokens, sides in found.items():
-        goal = GOALS[args.model].get(prompt_tokens)
         ours, theirs = ([answer["step_s"] for answer in answers] for answers in sides.values())
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]  # pairs have the same load
-        met = "met" if goal and statistics.median(ratios) <= goal else "missed"
         for name, answers in sides.items():
             keys = ("step_s", "sampling_s", "memory_gb")
             steps, sampling, peak = ([answer[key] for answer in answers] for key in keys)
-            speed = [args.budget / statistics.median(seconds) for seconds in
-                     (sampling, [a - b for a, b in zip(steps, sampling, strict=True)])]  # fmt: skip
-            compared = [spread(ratios), f"at most {goal}: {met}" if goal else ""]
             rows.append([
                 f"{args.model}, {trained}", f"{args.num_prompts} of {prompt_tokens}",
                 f"{args.budget:,}", name, spread(steps), spread(sampling),
-                *(compared if name == "TRL" else ["", ""]),
-                f"{speed[0]:,.0f} sampled, {speed[1]:,.0f} trained", spread(peak, ".1f"),
+                spread(ratios) if name == "TRL" else "", spread(peak, ".1f"),
             ])  # fmt: skip
-    return markdown("model | prompts | tokens per step | side | step, s | sampling, s | "
-                    "picoRL / TRL | goal | tokens/s | peak, GB", rows)  # fmt: skip
+    head = "model | prompts | tokens per step | side | step, s | sampling, s | picoRL / TRL"
+    return markdown(f"{head} | peak, GB", rows)
 
 
 # --- the work ------------------------------------------------------------------------------------
@@ -361,7 +351,7 @@ def engine_options(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any
     cache = 4 * layers * kv_heads * head_dim * rows  # keys and values of two bytes
     weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     return {
-        "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": args.sleep,
+        "use_vllm": True, "vllm_mode": "colocate", 
         "vllm_gpu_memory_utilization":
             (weights + 1.1 * cache + 4 * GB) / torch.cuda.mem_get_info()[1],
         "vllm_max_model_length": length,

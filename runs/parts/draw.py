@@ -28,12 +28,10 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
-from figures import figure, panel, seed_band  # noqa: E402
 
-from core.report.curves import BLUE, GREEN, INK, ORANGE, PURPLE, RED  # noqa: E402
+from core.report import curves  # noqa: E402
 
 WIDTH, HEIGHT = 4.3, 4.6  # inches of a panel, the text below it included
-COLORS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 Seeds = dict[str, list[record.Run]]  # the runs of a name, one for each seed
 
 
@@ -47,7 +45,7 @@ def main() -> None:
         across = picture["across"]
         down = -(-len(picture["panels"]) // across)
         size = (WIDTH * across, HEIGHT * down)
-        with figure(HERE / file, picture.get("title", ""), down, across, size) as axes:
+        with curves.panels(HERE / file, picture.get("title", ""), down, across, size) as axes:
             for axis, title in zip(axes, picture["panels"], strict=False):
                 draw_panel(axis, title, page["panels"][title], seeds)
             for axis in axes[len(picture["panels"]) :]:
@@ -57,32 +55,33 @@ def main() -> None:
 
 def draw_panel(axis: Axes, title: str, spec: dict[str, Any], seeds: Seeds) -> None:
     """A line and a band from the lowest to the highest seed for each run, or bars."""
+    curves.label(axis, title, "" if "bars" in spec else "update")
     if "bars" in spec:
         draw_bars(axis, spec, seeds)
     else:
-        for (label, metric, name), color in zip(lines_of(spec), COLORS, strict=False):
-            curves = [run.curve(metric) for run in seeds[name]]
-            seed_band(axis, curves, color=color, label=label, linewidth=2.2)
+        for (label, metric, name), color in zip(lines_of(spec), curves.COLORS, strict=False):
+            points = [run.curve(metric) for run in seeds[name]]
+            record.seed_band(axis, points, color=color, label=label, linewidth=2.2)
     if "accuracy" in spec["y"]:
         axis.set_ylim(-0.02, 1.3 if "bars" in spec else 1.04)
-    panel(axis, title, "" if "bars" in spec else "update", size=13)
     axis.set_ylabel(spec["y"])
     if axis.get_legend_handles_labels()[0]:
         axis.legend(frameon=False, fontsize=10, ncols=2 if "bars" in spec else 1)
     why = "\n".join(textwrap.wrap(spec["why"], 54))
-    axis.text(-0.1, -0.24, why, transform=axis.transAxes, fontsize=10, color=INK, va="top")
+    axis.text(-0.1, -0.24, why, transform=axis.transAxes, fontsize=10, color=curves.INK, va="top")
 
 
 def draw_bars(axis: Axes, spec: dict[str, Any], seeds: Seeds) -> None:
     """For each run a bar for each metric, as high as the mean, and a point for each seed."""
     width = 0.8 / len(spec["bars"])
-    for i, ((label, metric), color) in enumerate(zip(spec["bars"].items(), COLORS, strict=False)):
+    bars = zip(spec["bars"].items(), curves.COLORS, strict=False)
+    for i, ((label, metric), color) in enumerate(bars):
         for place, name in enumerate(spec["runs"].values()):
             values = [run.values(metric, run.envs[0])[-1] for run in seeds[name]]
             x = place + (i - (len(spec["bars"]) - 1) / 2) * width
             axis.bar(x, statistics.fmean(values), 0.92 * width, color=color, alpha=0.75,
                      label=label if label and not place else None)  # fmt: skip
-            axis.plot([x] * len(values), values, ".", color=INK, markersize=4)
+            axis.plot([x] * len(values), values, ".", color=curves.INK, markersize=4)
     labels = [label.replace(" ", "\n") for label in spec["runs"]]
     axis.set_xticks(range(len(labels)), labels, fontsize=9, rotation=30 if len(labels) > 5 else 0)
     axis.grid(axis="x", visible=False)
