@@ -10,7 +10,7 @@ import math
 
 from core.config import KNOWN, Config, needs
 from core.invariants import FACTS, Check, Fact, Limit, Numbers, by_group, fact
-from core.results import Record, from_to
+from core.results import Record
 from core.series import (
     MIN_UPDATES,
     WINDOW,
@@ -108,7 +108,8 @@ def reward_without_accuracy(records: list[Record], cfg: Config) -> str:
         fell = [text for env in evaluated(then, "ci_low") if (text := _fell(env, then, now))]
         reward = change_of(records[end : end + WINDOW], recent, "reward/mean") if fell else None
         if reward and reward[0] < reward[1]:
-            return f"since update {then['update']} reward rose from {from_to(*reward)}, {fell[0]}"
+            rose = f"reward rose from {reward[0]:.3f} to {reward[1]:.3f}"
+            return f"since update {then['update']} {rose}, {fell[0]}"
     return ""
 
 

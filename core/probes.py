@@ -53,6 +53,7 @@ class WeightProbe:
     def __init__(self, policy: Policy) -> None:
         self.weights = policy.trainable()
         self.optimizer: MasterAdamW | None = None
+        self.holders: list[Tensor] = []  # what it steps on for each weight: its master, or itself
         self.before: list[Tensor] = []
         small = [w for name, w in self.weights.items() if "lora_A" not in name]  # B is 0 at first
         self.watched = min(small, key=Tensor.numel)
@@ -64,8 +65,10 @@ class WeightProbe:
         """Looks at the weights before an update; a warm start has had an optimizer of its own."""
         if optimizer is not self.optimizer:
             self.optimizer = optimizer
+            masters = {id(weight): master for weight, master in optimizer.pairs}
+            self.holders = [masters.get(id(weight), weight) for weight in self.weights.values()]
             optimizer.adamw.register_step_pre_hook(self._note_step)
-        self.before = elements([holder for _, holder in self._holders()])
+        self.before = elements(self.holders)
         self.passes.zero_()
         self.of_step = None
 
@@ -75,11 +78,8 @@ class WeightProbe:
         found = dict[str, Any]()
         if not self.before:
             return found
-        after = elements([holder for _, holder in self._holders()])
-        sizes = {
-            name: (b - a).double().square().mean().sqrt().item()
-            for name, a, b in zip(self.weights, self.before, after, strict=True)
-        }
+        both = zip(self.weights, self.before, elements(self.holders), strict=True)
+        sizes = {name: (b - a).double().square().mean().sqrt().item() for name, a, b in both}
         still = [name for name, size in sizes.items() if size == 0]
         found["update/unchanged"] = len(still) / len(sizes)
         if 0 < len(still) < len(sizes):
@@ -87,8 +87,8 @@ class WeightProbe:
         moved = [size for name, size in sizes.items() if size and "value_head" not in name]
         if moved and cfg.lr:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
-        low = [(w, m) for w, m in self._holders() if w.dtype.itemsize == 2]
-        if low:
+        holders = zip(self.weights.values(), self.holders, strict=True)
+        if low := [(w, master) for w, master in holders if w.dtype.itemsize == 2]:
             pairs = zip(*(elements([*column]) for column in zip(*low, strict=True)), strict=True)
             apart = [(weight != master).double().mean().item() for weight, master in pairs]
             found["update/masters_apart"] = statistics.fmean(apart)
@@ -102,21 +102,16 @@ class WeightProbe:
             found["grad/passes"] = 0.0  # the weight has a gradient, and AdamW none
         return found
 
-    def _holders(self) -> list[tuple[Tensor, Tensor]]:
-        """Each trained weight, and what the optimizer steps on for it: its master, or itself."""
-        masters = {id(weight): master for weight, master in getattr(self.optimizer, "pairs", [])}
-        return [(weight, masters.get(id(weight), weight)) for weight in self.weights.values()]
-
     def _add(self, gradient: Tensor) -> None:
         self.passes += gradient.detach().flatten()
 
     def _note_step(self, *_: Any) -> None:
         assert self.optimizer is not None
-        holder = next(m for w, m in self._holders() if w is self.watched)
-        held, gradient = any(m is holder for m in self.optimizer.masters), holder.grad
-        if held and gradient is not None:
+        both = zip(self.weights.values(), self.holders, strict=True)
+        holder = next(holder for weight, holder in both if weight is self.watched)
+        if holder.grad is not None and any(m is holder for m in self.optimizer.masters):
             passes = self.passes / self.optimizer.loss_scale
-            self.of_step = passes, gradient.detach().flatten().to(passes)
+            self.of_step = passes, holder.grad.detach().flatten().to(passes)
         self.passes.zero_()
 
 
@@ -137,10 +132,12 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
         groups[rollout.group_id].append(r)
     alike = [rows for rows in groups.values() if len({opening_of(rollouts[r]) for r in rows}) == 1]
     last = torch.bincount(batch.rollout, minlength=len(rollouts)).cumsum(0) - 1  # [B], its token
-    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
     found["groups/different"] = len({*map(opening_of, rollouts)}) / len(groups)
     if not any(map(is_program, cfg.env)):
-        found |= _ends(cfg, policy, rollouts)
+        stopped = [t for r in rollouts for t in r.turns if t.finish_reason == "stop"]
+        if stopped and not cfg.stop:
+            no_end = [not {*t.completion_ids[-1:]} & {*policy.stop_ids} for t in stopped]
+            found["length/no_end"] = statistics.fmean(no_end)
         found |= _prompts(cfg, policy, [rollouts[rows[0]] for rows in groups.values()])
         found |= {} if cfg.filter_groups else _equal_answers(batch, alike)
     found |= _unequal_rewards(cfg, [[rollouts[r] for r in rows] for rows in alike])
@@ -150,45 +147,36 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
         sizes = sums(of_rollouts.abs(), ids).clamp(min=1e-9)
         found["groups/advantage_sum"] = (sums(of_rollouts, ids).abs() / sizes).max().item()
     if "old_values" in batch and alike:
-        values = batch.old_values[first]
+        values = batch.old_values[torch.cat([last.new_zeros(1), last[:-1] + 1])]  # first tokens
         found["value/spread"] = max((values[r].max() - values[r].min()).item() for r in alike)
     return found
 
 
-def _ends(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
-    stopped = [t for r in rollouts for t in r.turns if t.finish_reason == "stop"]
-    if not stopped or cfg.stop:
-        return {}
-    without = [t for t in stopped if not {*t.completion_ids[-1:]} & {*policy.stop_ids}]
-    return {"length/no_end": len(without) / len(stopped)}
-
-
 def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, Any]:
-    """Where an answer begins with a text that the environment gave, nothing is compared, nor where
-    it has tools."""
+    """Whether first prompts are what the chat template makes of their messages."""
     pairs = [pair for rollout in rollouts[:NUM_PROMPTS] for pair in _texts(cfg, policy, rollout)]
     wrong = [(shown, wanted) for shown, wanted in pairs if shown != wanted]
     if not pairs:
         return {}
     found: dict[str, Any] = {"groups/prompts_differ": len(wrong) / len(pairs)}
-    for shown, wanted in wrong[:1]:
-        equal = [a == b for a, b in zip(shown, wanted, strict=False)]
-        at = [*equal, False].index(False)  # where they part
-        start = max(0, at - 20)
-        found["example/prompt"] = f"{shown[start : at + 40]!r} for {wanted[start : at + 40]!r}"
+    for pair in wrong[:1]:
+        part = (i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b)
+        start = max(0, next(part, 0) - 20)
+        shown, wanted = (text[start : start + 60] for text in pair)
+        found["example/prompt"] = f"{shown!r} for {wanted!r}"
     return found
 
 
 def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> Iterator[tuple[str, str]]:
-    """The text of a first prompt's ids, and what the chat template makes of the messages."""
+    """The text of a first prompt's ids, and what the chat template makes of the messages; nothing
+    where an answer begins with a text that the environment gave, nor where it has tools."""
     tokenizer: Any = policy.tokenizer
-    roles = [message["role"] for message in rollout.messages]
-    if "assistant" not in roles or not rollout.turns or "tools" in rollout.for_log:
+    if not (written := _written(rollout)) or "tools" in rollout.for_log:
         return
-    opening, answer = rollout.messages[: (at := roles.index("assistant"))], rollout.messages[at]
+    opening, answer = rollout.messages[: written[0]], rollout.messages[written[0]]["content"]
     turn = rollout.turns[0]
     sampled = tokenizer.decode(turn.completion_ids, skip_special_tokens=True).strip()
-    if answer["content"].strip() != sampled and answer["content"].strip().endswith(sampled):
+    if answer.strip() != sampled and answer.strip().endswith(sampled):
         return
     shown = tokenizer.decode(turn.prompt_ids)
     if opening[0]["role"] == RAW:
@@ -199,6 +187,12 @@ def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> Iterator[tuple[str,
         with suppress(UsageError):
             text = render(tokenizer, opening)
             yield shown, tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _written(rollout: Rollout) -> list[int]:
+    """Where the messages of the policy are; assistant messages before them are examples."""
+    said = [i for i, m in enumerate(rollout.messages) if m["role"] == "assistant"]
+    return said[max(0, len(said) - len(rollout.turns)) :]
 
 
 def _equal_answers(batch: Batch, alike: list[list[int]]) -> dict[str, float]:
@@ -216,27 +210,28 @@ def _equal_answers(batch: Batch, alike: list[list[int]]) -> dict[str, float]:
 
 def _unequal_rewards(cfg: Config, groups: list[list[Rollout]]) -> dict[str, Any]:
     """Of the episodes of a group with equal texts, the fraction that earned something else."""
-    found, same = dict[str, Any](), 0
-    different = list[tuple[Rollout, Rollout]]()
+    pairs = list[tuple[Rollout, Rollout]]()
     for group in groups:
-        earned = dict[Any, Rollout]()
+        seen = dict[Any, Rollout]()
         for r in filter(partial(is_repeatable, cfg), group):
-            first = earned.setdefault(
-                tuple((*t.prompt_ids, -1, *t.completion_ids) for t in r.turns), r
-            )
-            same += first is not r
-            if abs(r.episode_return - first.episode_return) > SAME_REWARD:
-                different.append((first, r))
-    if same:
-        found["reward/unequal"] = len(different) / same
-    for one, other in different[:1]:
-        found["example/reward"] = _both(one, other)
+            texts = tuple((*t.prompt_ids, -1, *t.completion_ids) for t in r.turns)
+            if (first := seen.setdefault(texts, r)) is not r:
+                pairs.append((first, r))
+    return _earned_otherwise(pairs, "reward/unequal", "example/reward")
+
+
+def _earned_otherwise(
+    pairs: list[tuple[Rollout, Rollout]], metric: str, example: str
+) -> dict[str, Any]:
+    """The fraction of pairs of equal episodes that earned different returns, and one of them."""
+    found = dict[str, Any]()
+    differ = [(a, b) for a, b in pairs if abs(a.episode_return - b.episode_return) > SAME_REWARD]
+    if pairs:
+        found[metric] = len(differ) / len(pairs)
+    for a, b in differ[:1]:
+        earned = f"{a.episode_return:.4g} and {b.episode_return:.4g}"
+        found[example] = f"{last_answer(a)!r} earned {earned}"
     return found
-
-
-def _both(one: Rollout, other: Rollout) -> str:
-    """The last answer of two equal episodes, with what each earned."""
-    return f"{last_answer(one)!r} earned {one.episode_return:.4g} and {other.episode_return:.4g}"
 
 
 def last_answer(rollout: Rollout) -> str:
@@ -281,29 +276,23 @@ def _demonstrates(env: EnvSpec) -> bool:
 def judged_again(
     cfg: Config, collector: RolloutCollector, sampled: list[Rollout]
 ) -> dict[str, Any]:
-    """The fraction of some episodes that earn something else when their answers are given again."""
-    chosen = [r for r in sampled if not r.error and is_repeatable(cfg, r)]
+    """The fraction of some episodes that earn something else when their answers are given again, in
+    the reverse order."""
     specs = {env.short: env for env in training_envs(cfg.env, cfg.train_difficulty)}
-    chosen = [r for r in chosen if r.env in specs and "tools" not in r.for_log]
-    chosen = chosen[:: -(-len(chosen) // NUM_JUDGED) or 1]
-    answers = [iter([_completion(r, k) for k in range(len(r.turns))]) for r in chosen]
+    chosen = [r for r in sampled if not r.error and is_repeatable(cfg, r) and r.env in specs]
+    chosen = [r for r in chosen if "tools" not in r.for_log]
+    chosen = chosen[:: -(-len(chosen) // NUM_JUDGED) or 1][::-1]
+    answers = [zip(r.turns, _written(r), strict=False) for r in chosen]
 
-    def again(episode: Episode, _: Agent) -> Wanted:
-        return EnvCall(episode.env, answers[episode.number].__next__)
+    def again(episode: Episode, agent: Agent) -> Wanted:
+        def answer() -> Completion:
+            turn, i = next(answers[episode.number])
+            text = chosen[episode.number].messages[i]["content"].removeprefix(agent.prefill)
+            return Completion(turn.completion_ids, turn.sampler_logprobs, text, turn.finish_reason)
+
+        return EnvCall(episode.env, answer)
 
     tasks = [Task(specs[r.env], r.seed, i) for i, r in enumerate(chosen)]
     played = {r.group_id: r for r in collector.play(tasks, again) if not r.error}
     both = [(r, played[i]) for i, r in enumerate(chosen) if i in played]
-    differ = [(r, s) for r, s in both if abs(r.episode_return - s.episode_return) > SAME_REWARD]
-    found = dict[str, Any]()
-    if both:
-        found["reward/judged_otherwise"] = len(differ) / len(both)
-    for one, other in differ[:1]:
-        found["example/judged"] = _both(one, other)
-    return found
-
-
-def _completion(rollout: Rollout, k: int) -> Completion:
-    turn = rollout.turns[k]
-    texts = [m["content"] for m in rollout.messages if m["role"] == "assistant"]
-    return Completion(turn.completion_ids, turn.sampler_logprobs, texts[k], turn.finish_reason)
+    return _earned_otherwise(both, "reward/judged_otherwise", "example/judged")

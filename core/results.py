@@ -29,45 +29,15 @@ def never_right(env: str, records: Sequence[Record]) -> bool:
     return not any(record.get(f"eval/{env}/accuracy") for record in records)
 
 
-def digits_for(*values: float) -> int:
-    """Two digits after the point, or as many as show that values differ.
-
-    >>> digits_for(0.41, 0.62), digits_for(0.3819, 0.378), digits_for(0.38, 0.38)
-    (2, 3, 2)
-    """
-    enough = (n for n in range(2, 6) if len({f"{v:.{n}f}" for v in values}) == len({*values}))
-    return next(enough, 6)
-
-
-def from_to(before: float, after: float) -> str:
-    """'0.41 to 0.62', with digits that tell them apart."""
-    digits = digits_for(before, after)
-    return f"{before:.{digits}f} to {after:.{digits}f}"
-
-
-def return_of(env: str, record: Record, digits: int = 2) -> str:
+def return_of(env: str, record: Record) -> str:
     """'0.35 [0.30, 0.40]': the mean return with its interval, if the returns have any spread."""
     value, low, high = (record.get(f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
     value = math.nan if value is None else value
     has_interval = low is not None and not math.isnan(low)
-    text = f"{value:.{digits}f}"
-    return f"{text} [{low:.{digits}f}, {high:.{digits}f}]" if has_interval else text
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if has_interval else f"{value:.2f}"
 
 
-def accuracy_of(env: str, record: Record, digits: int = 2) -> str:
+def accuracy_of(env: str, record: Record) -> str:
     """'0.98 [0.96, 0.99]': accuracy with its interval."""
     value, low, high = (record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def accuracies_of(env: str, *records: Record) -> list[str]:
-    """The accuracy in each record, with its interval, and with digits that tell them apart."""
-    digits = digits_for(*(record[f"eval/{env}/accuracy"] for record in records))
-    return [accuracy_of(env, record, digits) for record in records]
-
-
-def returns_of(env: str, *records: Record) -> list[str]:
-    """As `accuracies_of`, the mean returns."""
-    found = [record.get(f"eval/{env}/return_mean") for record in records]
-    digits = digits_for(*(value for value in found if value is not None))
-    return [return_of(env, record, digits) for record in records]
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"

@@ -1,11 +1,13 @@
 """The probes behind the facts of core/invariants.py give hand-made numbers."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import metrics_of
 
 from core import probes
 from core.batching import to_tokens
@@ -107,3 +109,22 @@ def test_the_surprise_of_a_hidden_temperature_shows_and_that_of_the_true_one_doe
         return ((-logprobs - entropy).sum() / varentropy.sum().sqrt()).item()
 
     assert abs(z(1.0)) < 3 and z(0.7) < -10 and z(1.4) > 10
+
+
+FEW_SHOT = [("user", "4 + 5?"), ("assistant", "9"), ("user", "{} + 1?")]
+PREFILL = [("user", "Say {}."), ("assistant", "It is ")]
+
+
+@pytest.mark.parametrize("chat", [FEW_SHOT, PREFILL])
+def test_examples_and_begun_answers_are_not_taken_for_answers(chat, tmp_path, command):
+    rows = [{"prompt": [{"role": role, "content": text.format(n)} for role, text in chat]}
+            for n in range(40)]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "short.py").write_text(
+        "def short(completions, **_):\n    return [-len(c[0]['content']) for c in completions]\n"
+    )
+    env = "rewarded:data=chats.jsonl,reward=short.py:short"
+    small = "--num-updates 1 --num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4"
+    assert command("--env", env, *small.split(), "--run-name", "a")[0] == 0
+    (last,) = [r for r in metrics_of("runs/a") if r["update"] == 1]
+    assert last["reward/judged_otherwise"] == 0 and last.get("groups/prompts_differ", 0) == 0

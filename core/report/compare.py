@@ -4,8 +4,7 @@
     python -m core.report.compare --board "runs/*"    # the contest of a room
 
 Prints a line for each run, that with the fewest tokens first. Beside the first run, writes
-`compare.png`, the held-out accuracy by sampled tokens, and `compare.html`, one page with the
-reports of all runs.
+`compare.html`, one page with the reports of all runs.
 """
 
 import glob
@@ -28,7 +27,7 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
-from core.results import Record, accuracies_of, accuracy_of, before_after
+from core.results import Record, accuracy_of, before_after
 from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.registry import short_names
@@ -38,7 +37,7 @@ Run = tuple[Path, dict[str, Any], list[Record]]  # folder, settings and metrics
 
 
 def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -> None:
-    """Compare runs: print a line for each, and write compare.png and compare.html.
+    """Compare runs: print a line for each, and write compare.html.
 
     Args:
         runs: folders of runs, such as runs/a runs/b
@@ -54,18 +53,14 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
         for line in board_lines([read_run(folder) for folder in folders if is_run(folder)]):
             print(printable(line))
         return
-    from core.report.curves import draw_comparison  # imports matplotlib, which takes a second
-
     found = [read_run(folder) for folder in folders]
-    place, names = folders[0].resolve().parent, names_of(folders)
-    write_page(place / "compare.html", [(folder, config) for folder, config, _ in found])
-    curves = [(name, records) for name, (*_, records) in zip(names, found, strict=True)]
-    draw_comparison(place / "compare.png", curves)
+    page = folders[0].resolve().parent / "compare.html"
+    write_page(page, [(folder, config) for folder, config, _ in found])
     for line in lines(found):
         print(printable(line))
     if any(config.get("eval_every") != 1 for _, config, _ in found):
         print("Tokens are counted up to an evaluation: for an exact order use --eval-every 1.")
-    print(f"by tokens: {place / 'compare.png'}   side by side: {place / 'compare.html'}")
+    print(f"side by side: {page}")
 
 
 def is_run(folder: Path) -> bool:
@@ -95,7 +90,8 @@ def lines(runs: list[Run]) -> list[str]:
         start = f"{name}: {algorithm_title(config)} on"
         for env, first, last in before_after(records) or [(short_names(config["env"]), {}, {})]:
             needed, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
-            accuracy = " -> ".join(accuracies_of(env, first, last)) if first else "not evaluated"
+            both = [accuracy_of(env, record) for record in (first, last) if record]
+            accuracy = " -> ".join(both) or "not evaluated"
             reached = f"after {needed:,} tokens" if needed is not None else "not reached"
             line = f"{start} {env}: {accuracy}; {TARGET_ACCURACY} {reached}; {cost(records)}"
             rows.append((env, math.inf if needed is None else needed, -final, line))

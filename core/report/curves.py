@@ -1,7 +1,4 @@
-"""Draws the training curves of a run, `curves.png`, and of several, `compare.png`.
-
-Figures are made without pyplot, so that a notebook keeps its own backend.
-"""
+"""Draws `curves.png`, the curves of a run; without pyplot, so that a notebook keeps its backend."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from core.files.atomic import published
-from core.report.summary import TARGET_ACCURACY, evaluations, logged_warnings, reported
+from core.report.summary import logged_warnings, reported
 from core.results import Record, before_after
 
 INK, GRID = "#2b2b33", "#e4e4ea"
@@ -56,9 +53,13 @@ def draw_curves(
         label(axes[0], "Held-out accuracy, 95% interval")
         axes[0].set_ylim(-0.03, 1.05)
         for (env, *_), color in zip(before_after(records), COLORS, strict=False):
-            evaluated = [record for _, record in evaluations(env, records)]
-            draw_accuracy(axes[0], env, [r["update"] for r in evaluated], evaluated, color, env)
-            if (trivial := evaluated[0].get(f"eval/{env}/trivial")) is not None:
+            found = [r for r in records if f"eval/{env}/accuracy" in r and "update" in r]
+            middle, low, high = (
+                [r[f"eval/{env}/{key}"] for r in found] for key in ("accuracy", "ci_low", "ci_high")
+            )
+            look = {"color": color, "marker": "o", "markersize": 4, "label": env}
+            band(axes[0], [r["update"] for r in found], middle, low, high, **look)
+            if (trivial := found[0].get(f"eval/{env}/trivial")) is not None:
                 axes[0].axhline(trivial, color=color, linestyle="--", label="trivial baseline")
         draw_metrics(axes[1], updates, "Reward per rollout", {"reward/mean": None})
         draw_metrics(axes[2], updates, "Completion length, tokens", {"length/mean": None})
@@ -73,36 +74,11 @@ def draw_curves(
                 axis.legend(frameon=False)
 
 
-def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
-    """Draws the held-out accuracy by sampled tokens of runs, given as name and records, in a panel
-    for each environment that was evaluated."""
-    envs = list(dict.fromkeys(env for _, records in runs for env, *_ in before_after(records)))
-    with panels(path, "", 1, max(1, len(envs)), (8 * max(1, len(envs)), 4.5)) as axes:
-        for axis, env in zip(axes, envs, strict=False):
-            label(axis, f"{env}: held-out accuracy", "tokens sampled for training")
-            axis.axhline(TARGET_ACCURACY, color=INK, linewidth=1, linestyle="--")
-            for i, (name, records) in enumerate(runs):
-                if points := evaluations(env, records):
-                    tokens, evaluated = zip(*points, strict=True)
-                    draw_accuracy(axis, env, tokens, evaluated, f"C{i % 10}", name)
-            axis.legend(frameon=False)
-
-
 def label(axis: Axes, title: str, x: str = "update") -> None:
     """Sets the title and the x label of a panel."""
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axis.set_xlabel(x)
     axis.locator_params(axis="x", integer=True)
-
-
-def draw_accuracy(
-    axis: Axes, env: str, x: Sequence[int], evaluated: Sequence[Record], color: str, name: str
-) -> None:
-    """A curve with its 95% interval."""
-    values, low, high = (
-        [r[f"eval/{env}/{key}"] for r in evaluated] for key in ("accuracy", "ci_low", "ci_high")
-    )
-    band(axis, x, values, low, high, color=color, marker="o", markersize=4, label=name)
 
 
 def draw_metrics(

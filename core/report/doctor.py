@@ -16,7 +16,7 @@ from core.faults import UsageError
 from core.files.run_folder import again, quoted
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
 from core.report.summary import logged_warnings, num_updates
-from core.results import Record, accuracies_of, before_after, from_to, never_right, returns_of
+from core.results import Record, accuracy_of, before_after, never_right, return_of
 from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.registry import relative
@@ -71,7 +71,7 @@ def _example(folder: Path) -> str:
 def _accuracy(env: str, first: Record, last: Record) -> str:
     """The held-out accuracy on `env` before and after, and whether the change may be chance; the
     accuracy alone where no update followed."""
-    before, after = accuracies_of(env, first, last)
+    before, after = accuracy_of(env, first), accuracy_of(env, last)
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
     text, notes = f"held-out accuracy on {env} [95%]: {before}", list[str]()
     if last is not first:
@@ -79,7 +79,7 @@ def _accuracy(env: str, first: Record, last: Record) -> str:
         text += f" {when} -> {after} after {last['update']} updates"
         if never_right(env, (first, last)):
             text = f"No answer counts as right: {text}"
-            notes.append(f"mean return {' -> '.join(returns_of(env, first, last))}")
+            notes.append(f"mean return {return_of(env, first)} -> {return_of(env, last)}")
         elif p is not None:
             rises = last[f"eval/{env}/accuracy"] > first[f"eval/{env}/accuracy"]
             verdict = "It learns" if rises else "It has become worse"
@@ -112,7 +112,7 @@ def _next(
     change = series.change_of(before, last, "reward/mean")
     if change is None:
         return f"more updates, or more tasks per evaluation (--eval-num-tasks): {go_on}"
-    means = f"{from_to(*change)} in the last {len(last)} updates"
+    means = f"{change[0]:.3f} to {change[1]:.3f} in the last {len(last)} updates"
     if change[1] < change[0]:
         return f"a lower --lr or fewer updates, as the reward falls again ({means})"
     return f"more updates, as the reward still rises ({means}): {go_on}"

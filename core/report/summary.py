@@ -1,13 +1,12 @@
 """Summarizes a run: totals, and the README.md in its folder."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 from core.algorithm import name_of, title_of
 from core.files.atomic import published
 from core.files.run_folder import again
-from core.results import Record, accuracies_of, before_after
+from core.results import Record, accuracy_of, before_after
 from environments.plumbing.registry import short_names
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
@@ -35,8 +34,8 @@ def write_readme(folder: Path, config: dict[str, Any], records: list[Record]) ->
         "",
     ]
     for env, first, last in before_after(records):
-        accuracies = " -> ".join(accuracies_of(env, first, last))
-        lines += [f"Held-out accuracy on {env} [95%], before RL and after: {accuracies}", ""]
+        both = f"{accuracy_of(env, first)} -> {accuracy_of(env, last)}"
+        lines += [f"Held-out accuracy on {env} [95%], before RL and after: {both}", ""]
     lines += [
         "![curves](curves.png)",
         "",
@@ -105,22 +104,15 @@ def sampled_tokens(records: list[Record]) -> int:
     return sum(record.get("tokens/sampled") or 0 for record in records)
 
 
-def evaluations(env: str, records: list[Record]) -> list[tuple[int, Record]]:
-    """Returns (tokens sampled for training so far, record) of each evaluation on `env`.
-
-    >>> updates = [{"eval/a/accuracy": 0.2}, {"tokens/sampled": 70}, {"tokens/sampled": 30}]
-    >>> updates[2]["eval/a/accuracy"] = 0.9
-    >>> [tokens for tokens, _ in evaluations("a", updates)]
-    [0, 100]
-    """
-    tokens = itertools.accumulate(record.get("tokens/sampled") or 0 for record in records)
-    both = zip(tokens, records, strict=True)
-    return [(so_far, r) for so_far, r in both if r.get(f"eval/{env}/accuracy") is not None]
-
-
 def tokens_to_target(env: str, records: list[Record]) -> int | None:
     """Returns the tokens sampled for training up to the first evaluation with TARGET_ACCURACY on
-    `env`; None if no evaluation reached it."""
-    points = evaluations(env, records)
-    reached = (n for n, r in points if r[f"eval/{env}/accuracy"] >= TARGET_ACCURACY)
-    return next(reached, None)
+    `env`; None if no evaluation reached it.
+
+    >>> updates = [{"eval/a/accuracy": 0.2}, {"tokens/sampled": 70}, {"tokens/sampled": 30}]
+    >>> tokens_to_target("a", [*updates, {"eval/a/accuracy": 0.9}])
+    100
+    """
+    for end, record in enumerate(records, 1):
+        if (record.get(f"eval/{env}/accuracy") or 0) >= TARGET_ACCURACY:
+            return sampled_tokens(records[:end])
+    return None

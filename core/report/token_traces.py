@@ -131,18 +131,10 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     A character that spans several tokens appears at the token that completes it. Bytes that are not
     valid UTF-8 appear as \ufffd.
     """
-    texts: list[str] = []
-    pending: list[int] = []  # tokens whose text is not complete yet
-    emitted = 0  # characters of the pending text that already belong to a token
-    text = ""
+    texts, pending = list[str](), list[int]()  # tokens whose last character is not complete yet
     for id_ in ids:
-        pending.append(id_)
-        text = str(tokenizer.decode(pending))
-        complete = len(text.rstrip("\ufffd"))  # the next token may still change the end
-        texts.append(text[emitted:complete])
-        emitted = max(emitted, complete)
-        if complete == len(text):
-            pending, emitted, text = [], 0, ""
-    if texts:
-        texts[-1] += text[emitted:]
+        text = str(tokenizer.decode([*pending, id_]))
+        is_complete = not text.endswith("\ufffd") or len(texts) == len(ids) - 1
+        texts.append(text if is_complete else "")
+        pending = [] if is_complete else [*pending, id_]
     return texts
