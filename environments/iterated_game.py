@@ -1,9 +1,8 @@
-"""A 2x2 matrix game over several rounds: the prisoner's dilemma or any other.
+"""The prisoner's dilemma over several rounds.
 
-`payoffs` is CC_CD_DC_DD with the player's own choice first; each cell is own/other points. The
-prisoner's dilemma is 3/3_0/5_5/0_1/1, a stag hunt 4/4_0/3_3/0_3/3. The other player follows a fixed
-rule, which the prompt states, or is a second agent (opponent=self). Two agents choose at the same
-time; an agent that has to repeat an unreadable choice delays the other.
+The other player follows a fixed rule, which the prompt states, or is a second agent
+(opponent=self). Two agents choose at the same time; an agent that has to repeat an unreadable
+choice delays the other.
 
 Observation: the choices of the last round and the number of the next one. The first message states
 the rules:
@@ -15,7 +14,7 @@ the rules:
 
 Reward:
 
-    points / max point    in each round: own points, divided by the largest number of the matrix
+    points / max point    in each round: own points, of which 5 is the most, divided by 5
     -0.1                  an unreadable choice, twice per episode; the third costs -1 and ends it
 
 Against a rule, `info["correct"]` is True at the end if every choice had the maximum expected points
@@ -31,18 +30,21 @@ opponent=self it is True if the agents together made the most points in every ro
 """
 
 import random
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from environments.base import Env, Message, MultiAgentEnv, Step, UsageError, check_range
+from environments.base import Env, Message, MultiAgentEnv, Step, check_range
 from environments.parsing import Retries, one_of, read_action, user
 
 COOPERATE, DEFECT = CHOICES = ("cooperate", "defect")
 HINT = "End with <choice>cooperate</choice> or defect."
 MAX_ROUNDS = 50
 Opponent = Literal["tit_for_tat", "always_cooperate", "always_defect", "random", "self"]
-NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
+POINTS = {  # (own, other) choice: (own, other) points
+    (COOPERATE, COOPERATE): (3, 3), (COOPERATE, DEFECT): (0, 5),
+    (DEFECT, COOPERATE): (5, 0), (DEFECT, DEFECT): (1, 1),
+}  # fmt: skip
+MAX_POINTS = 5
 
 
 class Rule(NamedTuple):
@@ -64,10 +66,9 @@ OPPONENTS = {
 
 @dataclass(frozen=True)
 class Game:
-    """The rules of an episode from the view of one player."""
+    """The rules of an episode."""
 
     rule: Rule
-    matrix: dict[tuple[str, str], tuple[float, float]]  # (own, other) choice: (own, other) points
     rounds: int
 
 
@@ -82,23 +83,11 @@ class Value(NamedTuple):
         return self.now + self.later
 
 
-def iterated_game(
-    opponent: Opponent = "tit_for_tat", payoffs: str = "3/3_0/5_5/0_1/1", rounds: int = 5
-) -> Env | MultiAgentEnv:
+def iterated_game(opponent: Opponent = "tit_for_tat", rounds: int = 5) -> Env | MultiAgentEnv:
     """`opponent`: tit_for_tat, always_cooperate, always_defect, random, or self (two agents).
-
-    `payoffs`: CC_CD_DC_DD, each own/other. `rounds`: 1 to 50.
-    """
+    `rounds`: 1 to 50."""
     check_range("rounds", rounds, 1, MAX_ROUNDS)
-    match = re.fullmatch("_".join([f"{NUMBER}/{NUMBER}"] * 4), payoffs)
-    points = [float(number) for number in match.groups()] if match else [0.0]
-    if max(points) <= 0:
-        raise UsageError(
-            f"payoffs must be 4 cells own/other, one above 0, as 3/3_0/5_5/0_1/1, not {payoffs!r}"
-        )
-    pairs = [(own, other) for own in CHOICES for other in CHOICES]
-    matrix = dict(zip(pairs, zip(points[::2], points[1::2], strict=True), strict=True))
-    game = Game(OPPONENTS[opponent], matrix, rounds)
+    game = Game(OPPONENTS[opponent], rounds)
     return SelfPlay(game) if opponent == "self" else AgainstRule(game)
 
 
@@ -153,15 +142,14 @@ class SelfPlay(MultiAgentEnv):
     agents = ("row", "column")
 
     def __init__(self, game: Game):
-        transposed = {(a, b): game.matrix[b, a][::-1] for a, b in game.matrix}
-        self.games = {"row": game, "column": replace(game, matrix=transposed)}
+        self.game = game
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         self.seed = seed
-        self.retries = {agent: Retries() for agent in self.games}
-        self.choices: dict[str, list[str]] = {agent: [] for agent in self.games}
+        self.retries = {agent: Retries() for agent in self.agents}
+        self.choices: dict[str, list[str]] = {agent: [] for agent in self.agents}
         self.correct = True
-        return {agent: [user(_opening(game))] for agent, game in self.games.items()}
+        return {agent: [user(_opening(self.game))] for agent in self.agents}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         refused = {}
@@ -172,18 +160,17 @@ class SelfPlay(MultiAgentEnv):
             else:
                 self.choices[agent].append(choice)
         if any(step.done for step in refused.values()):  # the game ends for both
-            rewards = {a: refused[a].reward if a in refused else 0.0 for a in self.games}
+            rewards = {a: refused[a].reward if a in refused else 0.0 for a in self.agents}
             return {
                 a: Step(None, reward, True, {"correct": False}) for a, reward in rewards.items()
             }
         row, column = self.choices["row"], self.choices["column"]
         if refused or len(row) != len(column):
             return refused
-        sums = {pair: sum(cell) for pair, cell in self.games["row"].matrix.items()}
-        self.correct &= sums[row[-1], column[-1]] >= max(sums.values()) - 1e-9
+        self.correct &= row[-1] == column[-1] == COOPERATE  # 3 + 3 is the highest sum
         views = {"row": (row, column[-1]), "column": (column, row[-1])}
         return {
-            agent: _round_result(self.games[agent], own, other, self.correct)
+            agent: _round_result(self.game, own, other, self.correct)
             for agent, (own, other) in views.items()
         }
 
@@ -195,14 +182,8 @@ class SelfPlay(MultiAgentEnv):
         if hasty:
             number = len(self.choices[agent])
             return self.guess(agent, random.Random(f"hasty {self.seed} {agent} {number}"))
-        cells = self.games["row"].matrix
-        best = max(cells, key=lambda pair: sum(cells[pair]))  # for both agents the same cell
-        own = dict(zip(self.games, best, strict=True))[agent]
-        sums = [
-            f"{a[0]}{b[0]}".upper() + f" {p:g}+{q:g}={p + q:g}"
-            for (a, b), (p, q) in self.games[agent].matrix.items()
-        ]
-        return f"{', '.join(sums)} <choice>{own}</choice>"
+        sums = [f"{a[0]}{b[0]}".upper() + f" {p}+{q}={p + q}" for (a, b), (p, q) in POINTS.items()]
+        return f"{', '.join(sums)} <choice>{COOPERATE}</choice>"
 
 
 def choice_values(game: Game) -> list[dict[str, dict[str, Value]]]:
@@ -213,7 +194,7 @@ def choice_values(game: Game) -> list[dict[str, dict[str, Value]]]:
         values = {}
         probabilities = (game.rule.p_after_cooperate, game.rule.p_after_defect)
         for last, p in zip(CHOICES, probabilities, strict=True):
-            points = {pair: cell[0] for pair, cell in game.matrix.items()}
+            points = {pair: cell[0] for pair, cell in POINTS.items()}
             now = {c: p * points[c, COOPERATE] + (1 - p) * points[c, DEFECT] for c in CHOICES}
             values[last] = {c: Value(now[c], best_after[c]) for c in CHOICES}
         best_after = {last: max(v.total for v in values[last].values()) for last in CHOICES}
@@ -227,7 +208,7 @@ def _read(response: str) -> str | None:
 
 def _round_result(game: Game, own: list[str], other: str, correct: bool) -> Step:
     """Returns the Step of a player with the choices `own`; `other` made its last choice."""
-    reward = game.matrix[own[-1], other][0] / max(map(max, game.matrix.values()))
+    reward = POINTS[own[-1], other][0] / MAX_POINTS
     done = len(own) == game.rounds
     info = {"correct": done and correct, "cooperation": own.count(COOPERATE) / len(own)}
     text = f"You {own[-1]}, other {other}. Round {len(own) + 1} of {game.rounds}."
@@ -235,7 +216,7 @@ def _round_result(game: Game, own: list[str], other: str, correct: bool) -> Step
 
 
 def _opening(game: Game) -> str:
-    cells = [f"{a[0]}{b[0]}".upper() + f" {p:g}/{q:g}" for (a, b), (p, q) in game.matrix.items()]
+    cells = [f"{a[0]}{b[0]}".upper() + f" {p}/{q}" for (a, b), (p, q) in POINTS.items()]
     terms = f"Points you/other: {', '.join(cells)}. {game.rule.text}"
     rules = f"Each round you and another cooperate (C) or defect (D). {terms} Think first. {HINT}"
     return f"{rules}\nRound 1 of {game.rounds}."

@@ -1,6 +1,6 @@
-"""Reverse, or copy, one string per turn; the first error ends the episode.
+"""Reverse, or copy, one word per turn; the first error ends the episode.
 
-The simplest task with several turns. `reverse_echo` asks for plain copies instead. One string in
+The simplest task with several turns. `reverse_echo` asks for plain copies instead. One word in
 eight is reserved for evaluation and never occurs under a training or demonstration seed.
 
 Observation: one user message per turn. The first one is a single line:
@@ -33,40 +33,38 @@ answers.
 
 import random
 import string
-import uuid
-from typing import Any, Literal
+from typing import Any
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import read_action, user
 
-Kind = Literal["words", "numbers", "uuids"]
-NOUNS = {"words": "word", "numbers": "number", "uuids": "string"}
-MIN_LENGTH, MAX_LENGTH = 3, 50  # characters of a word or number
+MIN_LENGTH, MAX_LENGTH = 3, 50  # characters of a word
 VOWELS = "aeiou"
 CONSONANTS = "bcdfghjklmnprstvwz"
 # an answer without tags: at the end, after "answer is" or on its own line
-PLAIN = r"(?:^|\n|answer is|answer:)[ \t]*[\"'`]?([0-9A-Za-z-]+)[\"'`.]*\s*$"
+PLAIN = r"(?:^|\n|answer is|answer:)[ \t]*[\"'`]?([A-Za-z]+)[\"'`.]*\s*$"
 
 
 class Reverse(Env):
-    """`kind`: words, numbers or uuids; `turns`; `length`: the longest word or number, 3 to 50."""
+    """`turns`: words of an episode; `length`: the longest word, 3 to 50."""
 
     backwards = True
 
-    def __init__(self, kind: Kind = "words", turns: int = 3, length: int = 5):
+    def __init__(self, turns: int = 3, length: int = 5):
         check_range("turns", turns, 1)
         check_range("length", length, MIN_LENGTH, MAX_LENGTH)
-        self.kind, self.turns, self.length = kind, turns, length
+        self.turns, self.length = turns, length
 
     def reset(self, seed: int) -> list[Message]:
         rng = random.Random(seed)
         held_out = seed in EVAL_SEEDS
-        self.items = [_draw(rng, self.kind, self.length, held_out) for _ in range(self.turns)]
+        self.items = [_draw(rng, self.length, held_out) for _ in range(self.turns)]
         self.guesses = [_draw_guess(rng, item, self.backwards) for item in self.items]
         self.right = 0
-        noun, way = NOUNS[self.kind], "in reverse" if self.backwards else "again"
-        rules = f"Write each {noun} {way}; a wrong one ends it."
-        form = f"Work it out, then end with <answer>{noun}</answer>."
+        rules = (
+            f"Write each word {'in reverse' if self.backwards else 'again'}; a wrong one ends it."
+        )
+        form = "Work it out, then end with <answer>word</answer>."
         return [user(f"{rules} {form} {self._question()}")]
 
     def step(self, response: str) -> Step:
@@ -92,7 +90,7 @@ class Reverse(Env):
         return f"{' '.join(labelled + labelled[::-1])} {_answer(item[::-1])}"
 
     def _question(self) -> str:
-        return f'{NOUNS[self.kind].capitalize()}: "{self.items[self.right]}"'
+        return f'Word: "{self.items[self.right]}"'
 
 
 class ReverseEcho(Reverse):
@@ -101,19 +99,10 @@ class ReverseEcho(Reverse):
     backwards = False
 
 
-def _draw(rng: random.Random, kind: str, length: int, held_out: bool) -> str:
+def _draw(rng: random.Random, length: int, held_out: bool) -> str:
     while True:
-        size = rng.randint(MIN_LENGTH, length)
-        if kind == "uuids":
-            item = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        elif kind == "numbers":  # no 0 at either end: the reverse is a number too
-            item = "".join(
-                rng.choice("123456789" if i in (0, size - 1) else string.digits)
-                for i in range(size)
-            )
-        else:
-            first = rng.randrange(2)
-            item = "".join(rng.choice((VOWELS, CONSONANTS)[(first + i) % 2]) for i in range(size))
+        size, first = rng.randint(MIN_LENGTH, length), rng.randrange(2)
+        item = "".join(rng.choice((VOWELS, CONSONANTS)[(first + i) % 2]) for i in range(size))
         is_palindrome = item == item[::-1]
         if is_held_out(item) == held_out and not is_palindrome:
             return item
@@ -135,9 +124,7 @@ def _draw_guess(rng: random.Random, item: str, backwards: bool) -> str:
 
 
 def _as_text(value: Any) -> str | None:
-    """Returns a text without its quotes, or the digits of an integer; else None."""
-    if type(value) is int and abs(value) < 10 ** (MAX_LENGTH + 1):  # str() rejects huge integers
-        value = str(value)
+    """Returns a text without its quotes; else None."""
     return (value.strip().strip("\"'`") or None) if isinstance(value, str) else None
 
 

@@ -5,8 +5,7 @@ first fruit, is reserved for evaluation. Cells are `x,y`, counted from 0 at the 
 decreases y. The head may enter the cell that the tail leaves in the same step; the tail stays where
 it is if this step eats a fruit. A move straight back hits the body.
 
-Observation: the state at every turn, after the rules in the first turn. With `grid=true` also a
-picture (H head, o body, F fruit).
+Observation: the state at every turn, after the rules in the first turn.
 
     Snake, 10x10, x right, y down. Eat 5 fruits; walls and your body kill. Think, then end with
     <move>up</move>, down, left or right.
@@ -16,7 +15,7 @@ Reward of a step:
 
     +1        a fruit; the last of `fruits` ends the episode, only then `info["correct"]` is True
     -1        a wall or the body; the end
-    -0.001    every step; after `max_steps` steps the episode ends
+    -0.001    every step; after 200 steps the episode ends
     -0.1      an unreadable action, twice per episode; the third costs -1 and ends it
 
 >>> env = Snake()
@@ -39,18 +38,18 @@ MOVES = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 FORM = "<move>up</move>, down, left or right"
 START_LENGTH = 3
 STEP_COST = 0.001
+MAX_STEPS = 200
 
 Cell = tuple[int, int]
 
 
 class Snake(Env):
-    """`size`: side of the board, 4 to 20; `fruits` to eat; `max_steps`; `grid`: add a picture."""
+    """`size`: side of the board, 4 to 20; `fruits` to eat."""
 
-    def __init__(self, size: int = 10, fruits: int = 5, max_steps: int = 200, grid: bool = False):
+    def __init__(self, size: int = 10, fruits: int = 5):
         check_range("size", size, 4, 20)
         check_range("fruits", fruits, 1, size * size - START_LENGTH)
-        check_range("max_steps", max_steps, 1)
-        self.size, self.fruits, self.max_steps, self.grid = size, fruits, max_steps, grid
+        self.size, self.fruits = size, fruits
 
     def reset(self, seed: int) -> list[Message]:
         self.seed, self.rng = seed, random.Random(seed)
@@ -79,7 +78,7 @@ class Snake(Env):
         self.body = [head, *rest]
         self.eaten += eats
         reward = eats - STEP_COST
-        if self.eaten == self.fruits or self.steps == self.max_steps:
+        if self.eaten == self.fruits or self.steps == MAX_STEPS:
             return self._end(reward, f"You ate {self.eaten} of {self.fruits} fruits.")
         if eats:
             self.fruit = self._draw_fruit(self.body)
@@ -119,12 +118,7 @@ class Snake(Env):
     def _show(self) -> str:
         head, *rest = self.body
         body = " ".join(_write(cell) for cell in rest)
-        state = f"head {_write(head)} body {body} fruit {_write(self.fruit)}"
-        if not self.grid:
-            return state
-        marks = {self.fruit: "F", **dict.fromkeys(rest, "o"), head: "H"}
-        span = range(self.size)
-        return "\n".join([state, *("".join(marks.get((x, y), ".") for x in span) for y in span)])
+        return f"head {_write(head)} body {body} fruit {_write(self.fruit)}"
 
 
 def safe_move(body: list[Cell], fruit: Cell, size: int) -> str:

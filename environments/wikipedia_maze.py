@@ -24,10 +24,9 @@ only the links to unvisited pages, shuffled, and each page in a new context.
 
 Reward of a response:
 
-    1.0                 the target; only then `info["correct"]` is True
-    0.5 / (n_hops - 1)  with `dense`: a visit that comes closer to the target than any before
-    0                   any other visit, also the last one
-    -0.1                an invalid action, twice per episode; the third costs -1 and ends it
+    1.0     the target; only then `info["correct"]` is True
+    0       any other visit, also the last one
+    -0.1    an invalid action, twice per episode; the third costs -1 and ends it
 
 One pair (start, target) in eight is reserved for evaluation seeds.
 """
@@ -48,17 +47,11 @@ MAX_HOPS = 6  # there are too few pairs with more
 
 
 class WikipediaMaze(Env):
-    """`n_hops`: clicks on the shortest path. `dense`: reward progress. `max_visits`: 0 means
-    n_hops + 3. `brief`: links only."""
+    """`n_hops`: clicks on the shortest path, of n_hops + 3 visits. `brief`: links only."""
 
-    def __init__(
-        self, n_hops: int = 2, dense: bool = False, max_visits: int = 0, brief: bool = False
-    ):
+    def __init__(self, n_hops: int = 2, brief: bool = False):
         check_range("n_hops", n_hops, 1, MAX_HOPS)
-        if max_visits:
-            check_range("max_visits", max_visits, n_hops)
-        self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
-        self.dense, self.brief = dense, brief
+        self.n_hops, self.max_visits, self.brief = n_hops, n_hops + 3, brief
         pairs = pages.pairs_apart(n_hops)
         self.eval_pairs = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
         self.train_pairs = sorted({*pairs} - {*self.eval_pairs})
@@ -67,7 +60,7 @@ class WikipediaMaze(Env):
         self.rng = random.Random(f"wikipedia_maze {seed}")
         start, target = self.rng.choice(self.eval_pairs if seed in EVAL_SEEDS else self.train_pairs)
         self.retries = Retries()
-        self.visits, self.nearest, self.target = 0, self.n_hops, target
+        self.visits, self.target = 0, target
         self.seen: set[str] = set()
         self._open(target)  # only draws, as in the recorded runs
         self.seen.clear()
@@ -86,13 +79,9 @@ class WikipediaMaze(Env):
         self._open(link)
         if self.title == self.target:
             return self._end(1.0)
-        reward = 0.0
-        if self.dense and self.clicks[self.title] < self.nearest:  # one less: a link is one click
-            self.nearest = self.clicks[self.title]
-            reward = 0.5 / (self.n_hops - 1)
         if self.visits == self.max_visits or not self.links:
-            return self._end(reward)
-        return Step(user(self._show()), reward, False, {"correct": False}, self.brief)
+            return self._end(0.0)
+        return Step(user(self._show()), 0.0, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Names pages with a link to the target and visits a closer page; `hasty`: any link."""

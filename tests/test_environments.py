@@ -47,7 +47,7 @@ SPECS = {
     "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "calculator": Facts(0, 1, 1, "optimal"),
     "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
-    "wikipedia_maze:n_hops=3,dense=true,brief=true": Facts(-1, 1, 1.5, "optimal"),
+    "wikipedia_maze:n_hops=3,brief=true": Facts(-1, 1, 1, "optimal"),
     "remote:env=letter_counting": Facts(0, 1, 1, "optimal", 2),
     "gymnasium": Facts(-1, 1, 500, "valid", 2),
     "reasoning_gym": Facts(0, 1, 1, "optimal", 2),
@@ -114,9 +114,9 @@ def test_the_third_unreadable_action_ends_the_episode(spec):
 
 @pytest.mark.parametrize("spec", [
     "letter_counting:difficulty=11", "reverse:length=51", "tic_tac_toe:opponent=human",
-    "connect4:depth=0", "snake:size=4,fruits=14", "iterated_game:payoffs=3/3_0/5_5/0",
+    "connect4:depth=0", "snake:size=4,fruits=14", "iterated_game:rounds=0",
     "countdown:level=6", "math_qa:data=gsm9k",
-    "calculator:digits=10", "reward_hacking:world=moon", "wikipedia_maze:n_hops=3,max_visits=2",
+    "calculator:digits=10", "reward_hacking:world=moon", "wikipedia_maze:n_hops=7",
 ])  # fmt: skip
 def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
     with pytest.raises(UsageError) as error:

@@ -1,4 +1,4 @@
-"""Iterated games: payoffs, opponents, optimal play, and two agents at once."""
+"""The iterated game: opponents, optimal play, and two agents at once."""
 
 from itertools import product
 
@@ -8,7 +8,6 @@ from environments.iterated_game import iterated_game
 
 C, D = "cooperate", "defect"
 RULES = ["tit_for_tat", "always_cooperate", "always_defect"]
-PAYOFFS = ["3/3_0/5_5/0_1/1", "2/1_-1/0_0/0.5_1/2"]
 
 
 def choice(word):
@@ -38,10 +37,9 @@ def test_opponents_follow_their_rule_and_the_reward_is_the_points_over_the_maxim
     assert steps[-1].info == {"correct": False, "cooperation": 0.6}
 
 
-@pytest.mark.parametrize("payoffs", PAYOFFS)
 @pytest.mark.parametrize("opponent", RULES)
-def test_correct_means_the_maximum_return_of_all_sequences(opponent, payoffs):
-    env = iterated_game(opponent, payoffs, rounds=4)
+def test_correct_means_the_maximum_return_of_all_sequences(opponent):
+    env = iterated_game(opponent, rounds=4)
     episodes = [play(env, choices) for choices in product((C, D), repeat=4)]
     returns = [sum(step.reward for step in steps) for steps in episodes]
     for steps, total in zip(episodes, returns, strict=True):
@@ -55,16 +53,16 @@ def both(env, row, column):
 
 
 def test_self_play_rewards_each_agent_with_its_own_points():
-    env = iterated_game("self", "2/1_-1/0_0/4_1/2", rounds=2)
+    env = iterated_game("self", rounds=2)
     opening = env.reset(0)
-    assert "CC 2/1, CD -1/0, DC 0/4, DD 1/2" in opening["row"][0]["content"]
-    assert "CC 1/2, CD 4/0, DC 0/-1, DD 2/1" in opening["column"][0]["content"]
+    assert "CC 3/3, CD 0/5, DC 5/0, DD 1/1" in opening["row"][0]["content"]
+    assert opening["column"] == opening["row"]
     steps = both(env, D, C)
-    assert (steps["row"].reward, steps["column"].reward) == (0.0, 1.0)
+    assert (steps["row"].reward, steps["column"].reward) == (1.0, 0.0)
     assert steps["row"].message["content"] == "You defect, other cooperate. Round 2 of 2."
     assert steps["column"].message["content"] == "You cooperate, other defect. Round 2 of 2."
     steps = both(env, C, D)
-    assert (steps["row"].reward, steps["column"].reward) == (-0.25, 0.0)
+    assert (steps["row"].reward, steps["column"].reward) == (0.0, 1.0)
     assert all(step.done and not step.info["correct"] for step in steps.values())
 
 

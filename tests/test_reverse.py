@@ -35,12 +35,9 @@ def test_a_wrong_or_missing_answer_has_reward_minus_1_and_ends_the_episode(abc, 
     assert step.info == {"correct": False, "right": 0}
 
 
-@pytest.mark.parametrize("env, item, rewards", [
-    (ReverseEcho(turns=1), "abc", {'"abc"': 1.0, '"cba"': -1.0}),
-    (Reverse("numbers", turns=1), "12", {"21": 1.0, '"21"': 1.0, "21.0": -1.0, "9" * 4000: -1.0}),
-])  # fmt: skip
-def test_the_echo_expects_a_copy_and_a_number_may_be_a_json_number(env, item, rewards):
-    for answer, reward in rewards.items():
+def test_the_echo_expects_a_copy():
+    env = ReverseEcho(turns=1)
+    for answer, reward in {"abc": 1.0, "cba": -1.0}.items():
         env.reset(0)
-        env.items = [item]
-        assert env.step(f'{{"answer": {answer}}}').reward == reward
+        env.items = ["abc"]
+        assert env.step(f'{{"answer": "{answer}"}}').reward == reward

@@ -42,18 +42,19 @@ def test_brief_shows_each_page_in_a_new_context_with_the_unvisited_links_shuffle
     assert len(openings) > 10
 
 
-def test_dense_rewards_each_smaller_distance_once():
-    env = at("Cat", "Sahara", n_hops=3, dense=True, max_visits=9)
-    # Cat is 3 clicks away, Egypt 2, Nile 1, Wheat more than 3
-    steps = walk(env, "Wheat", "Egypt", "Cat", "Egypt", "Nile", "Egypt", "Nile", "Sahara")
-    assert [step.reward for step in steps] == [0, 0.25, 0, 0, 0.25, 0, 0, 1.0]
+def test_the_target_alone_is_rewarded_within_the_visits():
+    steps = walk(at("Cat", "Sahara", n_hops=3), "Egypt", "Nile", "Sahara")
+    assert [step.reward for step in steps] == [0, 0, 1.0]
     assert (steps[-1].done, steps[-1].message) == (True, None)
-    assert steps[-1].info == {"correct": True, "visits": 8}
+    assert steps[-1].info == {"correct": True, "visits": 3}
+    steps = walk(at("Cat", "Sahara", n_hops=3), "Egypt", "Cat", "Egypt", "Cat", "Egypt", "Cat")
+    assert [step.done for step in steps] == [False] * 5 + [True] and not steps[-1].info["correct"]
 
 
 @pytest.mark.parametrize("brief", [False, True])
 def test_a_demonstration_is_valid_after_any_detour(brief):
-    env, num_lost = WikipediaMaze(max_visits=12, brief=brief), 0
+    env, num_lost = WikipediaMaze(brief=brief), 0
+    env.max_visits = 12
     for seed in range(100):
         env.reset(seed)
         step, turn = None, 0

@@ -158,7 +158,7 @@ class EnvSpec:
     >>> spec.name, spec.options, spec.short
     ('C:/my/games.py:Maze', {'size': '4', 'url': 'http://a'}, 'games.py:Maze:size=4,url=http://a')
     >>> EnvSpec.read("reverse:length=7").values
-    {'kind': 'words', 'turns': 3, 'length': 7}
+    {'turns': 3, 'length': 7}
     """
 
     name: str
