@@ -26,16 +26,26 @@ brackets, of at most 200 characters. Reward of the first response without a call
 1.0
 """
 
+import ast
 import random
+import re
+from collections.abc import Callable
+from fractions import Fraction
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
-from environments.countdown import value_of
 from environments.parsing import user
 from environments.plumbing.math_answers import find_answer, parse_number
 from environments.plumbing.tools import call_text
 
 OPERATORS = "+-*"
 MAX_DIGITS = 9
+ALLOWED = re.compile(r"[0-9+*/() -]{1,200}")
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
 
 
 class Calculator(Env):
@@ -72,7 +82,7 @@ class Calculator(Env):
         found = value_of(expression)
         if found is None:
             return "error: not an expression of integers with + - * / and brackets"
-        self.result = str(found[0])
+        self.result = str(found)
         return self.result
 
     def step(self, response: str) -> Step:
@@ -89,3 +99,30 @@ class Calculator(Env):
         if self.result:
             return f"<answer>{self.result}</answer>"
         return call_text("calculate", expression=self.expression)
+
+
+def value_of(text: str) -> Fraction | None:
+    """The exact value of an expression; None for any other text, and for a division by zero.
+
+    >>> [str(value_of(text)) for text in ("-3 * (8 - 25)", "8 / (3 - 8 / 3)", "7 / 4")]
+    ['51', '24', '7/4']
+    >>> {value_of(text) for text in ("9**9**9", "9//2", "8 / 0", "(3)(4)", "(" * 150, "exit()")}
+    {None}
+    """
+    if not ALLOWED.fullmatch(text) or "**" in text or "//" in text:
+        return None
+    try:
+        return _compute(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError):
+        return None
+
+
+def _compute(node: ast.expr) -> Fraction:
+    """The value of a parsed expression. Raises ValueError for other syntax."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_compute(node.left), _compute(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_compute(node.operand)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    raise ValueError("neither a number nor an operation on numbers")

@@ -216,8 +216,8 @@ def test_without_a_reward_the_environments_that_tiny_knows_are_named():
     known = {spec for spec in demonstrated if not spec.startswith("reward_hacking:")}
     assert {*KNOWN} == known
     records = run_of(3, reward__min=0.0, reward__max=0.0)
-    for settings, named in (({"env": ("countdown",)}, True), ({}, False),
-                            ({"env": ("countdown",), "model_id": "me/mine"}, False)):  # fmt: skip
+    for settings, named in (({"env": ("compose",)}, True), ({}, False),
+                            ({"env": ("compose",), "model_id": "me/mine"}, False)):  # fmt: skip
         line = diagnostics.new_warnings(records, resolve(Config(**settings)))["no_reward"]
         assert all(spec in line for spec in known) == named
 

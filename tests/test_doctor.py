@@ -94,9 +94,9 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     lines = map(json.dumps, ({"kind": "eval"}, rollout))
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
     warnings = {"no_reward": "nothing was earned; try python -m environments play SPEC"}
-    (found,) = shown([update(3, warnings=warnings)], tmp_path, env=["countdown"])
+    (found,) = shown([update(3, warnings=warnings)], tmp_path, env=["compose"])
     assert found.text.endswith(" The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3)")
-    assert found.next == "python -m environments play countdown"
+    assert found.next == "python -m environments play compose"
 
 
 @pytest.mark.parametrize("pattern", ["letter_counting_tiny/*-seed[0-4]", "smollm2/sums-seed*"])

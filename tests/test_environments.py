@@ -39,7 +39,6 @@ SPECS = {
     "snake": Facts(-1.001, 1, 5, "correct"),  # each step costs 0.001
     "iterated_game": Facts(-1, 1, 5, "correct"),
     "iterated_game:opponent=random": Facts(-1, 1, 5, "correct"),
-    "countdown": Facts(0, 1, 1, "optimal"),
     "math_qa": Facts(0, 1, 1, "optimal"),
     "math_qa:level=6": Facts(0, 1, 1, "optimal"),
     "reward_hacking": Facts(-1, 1, 1, "correct"),
@@ -63,10 +62,7 @@ SLOW = {"remote:env=letter_counting", *LIBRARIES}
 TOOLS = {"calculator"}  # imports transformers, for seconds
 FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW | TOOLS]
 # games have few openings: their evaluation seeds start other games from the same positions
-HELD_OUT = (
-    *("letter_counting", "reverse", "math_qa", "wikipedia_maze", "snake"),
-    *("countdown", "calculator"),
-)
+HELD_OUT = ("letter_counting", "reverse", "math_qa", "wikipedia_maze", "snake", "calculator")
 RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
 
 
@@ -115,7 +111,7 @@ def test_the_third_unreadable_action_ends_the_episode(spec):
 @pytest.mark.parametrize("spec", [
     "letter_counting:difficulty=11", "reverse:length=51", "tic_tac_toe:opponent=human",
     "connect4:depth=0", "snake:size=4,fruits=14", "iterated_game:rounds=0",
-    "countdown:level=6", "math_qa:data=gsm9k",
+    "math_qa:data=gsm9k",
     "calculator:digits=10", "reward_hacking:world=moon", "wikipedia_maze:n_hops=7",
 ])  # fmt: skip
 def test_an_invalid_option_is_a_usage_error_of_one_line(spec):

@@ -46,7 +46,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "calculator": "environments.calculator:Calculator",
     "compose": "environments.compose:Compose",
     "connect4": "environments.connect4:connect4",
-    "countdown": "environments.countdown:Countdown",
     "gymnasium": "environments.adapters.gymnasium:Gymnasium",
     "iterated_game": "environments.iterated_game:iterated_game",
     "letter_counting": "environments.letter_counting:LetterCounting",
