@@ -21,7 +21,6 @@ from core.extras import chat
 from core.faults import Fault, UsageError
 from core.settings import config_to_dict, read_config
 from core.terminal import cli
-from environments.plumbing.registry import ENVIRONMENTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,6 +93,8 @@ def test_what_follows_from_other_settings_follows_those_that_a_flag_changes(resu
     assert followed("--max-tokens 5000").max_model_len == 8 * 5000 + 4096
     assert followed("--max-turns 2").max_model_len == 2 * 64 + 4096
     assert followed("--algo ppo").credit == "turn"
+    model = followed("--model-id x/y")
+    assert (model.lr, model.sft_lr, model.max_tokens) == (1e-6, 1e-5, 1024)
     model = followed("--model-id x/y --lora-rank 8", max_tokens=100, max_model_len=4896)
     assert (model.lr, model.sft_lr, model.max_tokens) == (2e-5, 1e-4, 100)
     assert model.max_model_len == 4896 and model.max_tokens_per_micro_batch is None
@@ -136,16 +137,6 @@ def test_run_returns_the_exit_code_and_prints_one_line(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "train.py: two lines, [31mred", "train.py: no memory"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("flags", "lr", "sft_lr", "max_tokens"), [
-    ("", 5e-5, 2e-3, 64), ("--model-id x/y", 1e-6, 1e-5, 1024),
-    ("--model-id x/y --lora-rank 8 --max-tokens 5", 2e-5, 1e-4, 5),
-])  # fmt: skip
-def test_defaults_depend_on_the_model(flags, lr, sft_lr, max_tokens):
-    cfg = resolve(settings.parse(flags.split()))
-    validate(cfg)
-    assert (cfg.lr, cfg.sft_lr, cfg.max_tokens) == (lr, sft_lr, max_tokens)
 
 
 def values_of(kind):
@@ -206,18 +197,6 @@ def test_help_begins_with_the_settings_that_matter():
         assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
     for name in {*vars(Config())} - {"options"}:
         assert config.flag(name) in done.stdout
-
-
-def test_an_environment_that_an_algorithm_of_the_users_may_register_is_not_refused(tmp_path):
-    (tmp_path / "mine.py").write_text("""from algorithms.grpo import *
-from environments.plumbing.registry import ENVIRONMENTS
-ENVIRONMENTS["of_mine"] = "environments.reverse:Reverse"
-""")
-    try:
-        cfg = settings.parse(["--algo", str(tmp_path / "mine.py"), "--env", "of_mine:length=4"])
-        config.validate(config.resolve(cfg))
-    finally:
-        ENVIRONMENTS.pop("of_mine", None)
 
 
 def test_settings_of_python_are_those_that_flags_would_give(resume):

@@ -102,49 +102,59 @@ def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
     assert not any(collector.pool.idle[name] for name in names)  # a failed one is not used again
 
 
-def test_a_failed_reset_is_a_rollout_with_an_error(policy, one_turn):
-    one_turn(reset=lambda self, seed: [])
-    (rollout,) = play(policy, Task("one", 1, 0))
-    assert "no message" in rollout.error and not rollout.messages
+class Game(MultiAgentEnv):
+    """Ann and Bob act twice."""
+
+    left = 2
+
+    def reset(self, seed):
+        return {"ann": [message("go")], "bob": [message("go")]}
+
+    def step(self, responses):
+        self.left -= 1
+        message_ = message("go on") if self.left else None
+        return {name: Step(message_, 1.0, not self.left) for name in responses}
+
+
+def only_ann(self, responses):
+    return {"ann": Game.step(self, responses)["ann"]}
 
 
 @pytest.mark.filterwarnings("error")  # a coroutine that is never awaited
-@pytest.mark.parametrize(("opening", "words"), [
-    ("Say 1.", "returned str for player, not a list of messages"),
-    (("Say 1.", {}), "returned tuple of str, dict for player"),  # Gymnasium's
-    (message("Say 1."), "returned dict for player"),
-    (None, "returned NoneType for player"),
-    ("async", "returned a coroutine .an environment is not async"),
+@pytest.mark.parametrize(("kind", "method", "returned", "words"), [
+    (OneTurn, "reset", [], "ValueError: reset.. returned no message"),
+    (OneTurn, "reset", "Say 1.", "TypeError: reset.. returned str for player, not a list of mess"),
+    (OneTurn, "reset", ("Say 1.", {}), "returned tuple of str, dict for player"),  # Gymnasium's
+    (OneTurn, "reset", message("Say 1."), "returned dict for player"),
+    (OneTurn, "reset", None, "returned NoneType for player"),
+    (OneTurn, "reset", in_a_coroutine, "returned a coroutine .an environment is not async"),
+    (Game, "reset", [message("Say 1.")], "reset.. returned list of dict, not a dict of messages"),
+    (Game, "reset", in_a_coroutine, "reset.. returned a coroutine"),
+    (Game, "step", [Step(None, 1.0, True)], "step.. returned list of Step, not a dict of Steps"),
+    (Game, "step", in_a_coroutine, "step.. returned a coroutine"),
+    (Game, "step", only_ann, "ValueError: step.. never returned a Step for bob"),
+    (Game, "step", lambda *_: dict.fromkeys(("ann", "bob"), Step(None, 1.0, False)),
+     "ValueError: step.. asks no agent to act, and done is False for all of them"),
 ])  # fmt: skip
-def test_what_reset_returned_is_named_if_it_is_no_list_of_messages(
-    policy, one_turn, opening, words
+def test_what_a_method_returned_is_named_if_it_is_wrong(
+    policy, monkeypatch, kind, method, returned, words
 ):
-    one_turn(reset=lambda self, seed: in_a_coroutine() if opening == "async" else opening)
-    [rollout] = play(policy, Task("one", 1, 0))
-    assert re.search(f"^TypeError: reset.. {words}", rollout.error)
+    def call(*args):
+        if returned is in_a_coroutine:
+            return returned()
+        return returned(*args) if callable(returned) else returned
+
+    monkeypatch.setitem(registry.ENVIRONMENTS, "wrong", type("Kind", (kind,), {method: call}))
+    for rollout in play(policy, Task("wrong", 1, 0)):
+        assert re.search(words, rollout.error)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("method", "returned", "words"), [
-    ("reset", [message("Say 1.")], "reset.. returned list of dict, not a dict of messages"),
-    ("reset", None, "reset.. returned a coroutine"),
-    ("step", [Step(None, 1.0, True)], "step.. returned list of Step, not a dict of Steps"),
-    ("step", None, "step.. returned a coroutine"),
-])  # fmt: skip
-def test_what_a_game_for_several_agents_returned_is_named(
-    policy, monkeypatch, method, returned, words
-):
-    class Game(MultiAgentEnv):
-        def reset(self, seed):
-            return {"ann": [message("Say 1.")]}
-
-        def step(self, responses):
-            return {"ann": Step(None, 1.0, True)}
-
-    monkeypatch.setattr(Game, method, lambda *_: returned or in_a_coroutine())
-    monkeypatch.setitem(registry.ENVIRONMENTS, "game", Game)
-    [rollout] = play(policy, Task("game", 1, 0))
-    assert re.search(f"^TypeError: {words}", rollout.error)
+def test_a_seat_without_a_step_is_no_error_where_the_episode_is_cut(policy, monkeypatch):
+    monkeypatch.setitem(registry.ENVIRONMENTS, "cut", type("Kind", (Game,), {"step": only_ann}))
+    whole = play(policy, Task("cut", 0, 0))
+    assert [r.error for r in play(policy, Task("cut", 0, 0), max_turns=1)] == ["", ""]
+    policy.max_length = len(whole[0].turns[1].prompt_ids)  # ann's second prompt does not fit
+    assert [r.error for r in play(policy, Task("cut", 0, 0))] == ["", ""]
 
 
 def test_a_demonstration_that_is_no_text_is_named(policy, one_turn):
@@ -189,39 +199,6 @@ def test_numbers_of_numpy_are_those_of_python():
     plain = {"correct": True, "score": 0.5, "grid": [[1.0, 0.0], [0.0, 1.0]], "left": 3}
     step = checked_step(Step(None, np.float32(1), yes, info, no, yes), "player", is_single=True)
     assert repr(step) == repr(Step(None, 1.0, True, plain, False, True))
-
-
-def test_a_seat_that_never_gets_a_step_is_an_error_unless_the_episode_is_cut(policy, monkeypatch):
-    class Unfair(MultiAgentEnv):
-        """Bob responds as Ann does, but only Ann gets Steps."""
-
-        def reset(self, seed):
-            self.left = 2
-            return {"ann": [message("go")], "bob": [message("go")]}
-
-        def step(self, responses):
-            self.left -= 1
-            return {"ann": Step(message("go on") if self.left else None, 1.0, not self.left)}
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "unfair", Unfair)
-    whole = play(policy, Task("unfair", 0, 0))
-    assert [r.error for r in whole] == ["ValueError: step() never returned a Step for bob"] * 2
-    assert [r.error for r in play(policy, Task("unfair", 0, 0), max_turns=1)] == ["", ""]
-    policy.max_length = len(whole[0].turns[1].prompt_ids)  # ann's second prompt does not fit
-    assert [r.error for r in play(policy, Task("unfair", 0, 0))] == ["", ""]
-
-
-def test_a_step_that_asks_and_ends_no_agent_is_an_error(policy, monkeypatch):
-    class Silent(MultiAgentEnv):
-        def reset(self, seed):
-            return {"ann": [message("go")], "bob": [message("go")]}
-
-        def step(self, responses):
-            return {name: Step(None, 1.0, False) for name in responses}
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "silent", Silent)
-    reason = "ValueError: step() asks no agent to act, and done is False for all of them"
-    assert [r.error for r in play(policy, Task("silent", 0, 0))] == [reason] * 2
 
 
 def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch):

@@ -189,30 +189,24 @@ def test_seeds_with_the_same_opening_are_one_task():
     assert metrics["eval/e/return_low"] == pytest.approx(0.8 - 1.96 * 0.2)
 
 
-def test_an_answer_that_rounding_changed_does_not_make_a_second_task():
-    rollouts = [evaluated(0, 1, 8, True), evaluated(1, 1, 9, False), evaluated(2, 2, 9, True)]
-    metrics = metrics_of(rollouts)
-    assert (metrics["eval/e/accuracy"], metrics["eval/e/tasks"]) == (0.75, 2)
-
-
-@pytest.mark.parametrize("differs", ["verdict", "next message"])
-def test_each_seed_is_a_task_if_it_decides_more_than_the_opening(differs):
-    """One opening, one answer; but the opponent wins one game in four, or moves differently."""
-    rollouts = [evaluated(seed, 1, 9, seed > 0 or differs != "verdict") for seed in range(4)]
-    if differs == "next message":
-        for r in rollouts:
-            r.turns.append(Turn([1, 9, 7 + (r.seed == 3)], [2], [0.0], "stop", 0.0))
-            r.info["correct"] = r.seed != 1
-    metrics = metrics_of(rollouts)
-    assert (metrics["eval/e/accuracy"], metrics["eval/e/tasks"]) == (0.75, 4)
-    assert (metrics["eval/e/ci_low"], metrics["eval/e/ci_high"]) == wilson(3, 4)
-    assert metrics["eval/e/openings"] == 1
-
-
-def test_each_seed_is_a_task_if_it_decides_what_a_wrong_answer_earns():
-    rollouts = [evaluated(seed, 1, 9, False) for seed in range(4)]
-    rollouts[3].turns[0].reward = 0.5
-    assert metrics_of(rollouts)["eval/e/tasks"] == 4
+def test_which_seeds_are_tasks_of_their_own():
+    """One opening, one answer; each seed is a task if it decides more than the opening."""
+    games = [[evaluated(seed, 1, 9, correct) for seed in range(4)] for correct in (True, False)]
+    verdict, reward = [evaluated(seed, 1, 9, seed > 0) for seed in range(4)], games[1]
+    reward[3].turns[0].reward = 0.5
+    moves = games[0]
+    for r in moves:
+        r.turns.append(Turn([1, 9, 7 + (r.seed == 3)], [2], [0.0], "stop", 0.0))
+        r.info["correct"] = r.seed != 1
+    rounding = [evaluated(0, 1, 8, True), evaluated(1, 1, 9, False), evaluated(2, 2, 9, True)]
+    for rollouts, accuracy, tasks in (
+        (verdict, 0.75, 4), (moves, 0.75, 4), (reward, 0.0, 4), (rounding, 0.75, 2),
+    ):  # fmt: skip
+        metrics = metrics_of(rollouts)
+        assert (metrics["eval/e/accuracy"], metrics["eval/e/tasks"]) == (accuracy, tasks)
+    assert (metrics_of(verdict)["eval/e/ci_low"], metrics_of(verdict)["eval/e/openings"]) == (
+        wilson(3, 4)[0], 1,
+    )  # fmt: skip
 
 
 def test_a_failed_episode_is_a_task_of_its_own_and_wrong():

@@ -103,24 +103,20 @@ def tracker(request, monkeypatch):
     return module
 
 
-def test_tracker_receives_the_numbers_of_every_update(tmp_path, tracker):
-    with RunLog(tmp_path, CONFIG, track=tracker.__name__) as log:
+def test_a_tracker_receives_every_update_and_a_resumed_run_continues_its_own(tmp_path, tracker):
+    track, changed = tracker.__name__, CONFIG | {"num_updates": 99}
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    with RunLog(folder, CONFIG, track=track) as log:
         log.log({"sft_step": 1, "sft/loss": 3.0})
         log.log({"update": 0, "eval/e/accuracy": 0.5})
         log.log({"update": 1, "reward/mean": 0.25, "warnings": {"kl_runaway": "KL 0.1"}})
     assert tracker.sent == [(0, {"eval/e/accuracy": 0.5}), (1, {"reward/mean": 0.25}), "end"]
-    assert tracker.started == [{"project": "picorl", "name": tmp_path.name, "config": CONFIG}]
-
-
-def test_a_resumed_run_continues_its_run_of_the_tracker(tmp_path, tracker):
-    track, changed = tracker.__name__, CONFIG | {"num_updates": 99}
-    (tmp_path / "taken").mkdir()
-    for config in (CONFIG, changed):
-        with RunLog(tmp_path / "taken", config, track=track):
-            pass
+    with RunLog(folder, changed, track=track):
+        pass
     first, resumed = tracker.started
+    assert first == {"project": "picorl", "name": "taken", "config": CONFIG}
     identity = {"id": "id1", "allow_val_change": True} if track == "wandb" else {"name": "calm-sea"}
-    assert "resume" not in first
     assert (identity | {"resume": "allow", "config": changed}).items() <= resumed.items()
 
 
