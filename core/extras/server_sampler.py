@@ -157,10 +157,10 @@ class ServerSampler(Sampler):
             raise self._failure(f"{type(error).__name__} {error}") from None
         if response.status_code == 200:
             return response
-        words = response.text
-        if path == LOAD and "Not Found" in words:
-            words = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-        raise self._failure(f"status {response.status_code}: {words}")
+        if path == LOAD and response.status_code == 404:
+            raise self._failure("start it with --enable-lora, "
+                                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")  # fmt: skip
+        raise self._failure(f"status {response.status_code}: {response.text}")
 
     def _failure(self, words: str) -> NoServer:
         return NoServer(f"--base-url {self.url}: {safe_line(words)}")

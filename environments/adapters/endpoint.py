@@ -373,12 +373,10 @@ def response_object(body: Json, answer: Json) -> Json:
              "total_tokens": counts["total_tokens"]}  # fmt: skip
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     return {"id": answer["id"], "object": "response", "created_at": answer["created"],
-            "status": status, "model": answer["model"], "output": output, "usage": usage,
-            "error": None, "incomplete_details": incomplete, "metadata": {},
-            "instructions": body.get("instructions"), "tools": body.get("tools") or [],
-            "tool_choice": body.get("tool_choice") or "auto", "parallel_tool_calls": True,
-            "temperature": body.get("temperature"), "top_p": body.get("top_p"),
-            "previous_response_id": body.get("previous_response_id")}  # fmt: skip
+            "status": status, "incomplete_details": incomplete, "model": answer["model"],
+            "output": output, "usage": usage, "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "parallel_tool_calls": True}  # fmt: skip
 
 
 def response_events(answer: Json) -> Iterator[tuple[str, Json]]:

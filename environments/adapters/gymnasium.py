@@ -10,8 +10,8 @@ memory=false each turn starts a new context, which holds the rules and the new s
 For all others the rules are in the environment's docstring, the state is numbers, and the actions
 are numbers, or JSON if they are not discrete: {"action": [0.5, -1]}.
 
-`words=module:GAME` names a `Game` of yours, or a function from the environment to one, with the
-rules (`rules`, `hint`), observation to text (`show`) and text to action (`read`).
+`words=module:GAME` names a `Game` of yours, with the rules (`rules`, `hint`), observation to text
+(`show`) and text to action (`read`).
 
 Reward of a response:
 
@@ -84,7 +84,7 @@ class Gymnasium(Env):
         check_range("max_steps", max_steps, 0)
         check_range("repeat", repeat, 1)
         self.env, self.repeat, self.scale = _make(id, max_steps or None, options), repeat, scale
-        self.game = load_words(words, self.env) or find_game(self.env)
+        self.game = load_words(words, self.env)
         self.memory = memory
 
     def reset(self, seed: int) -> list[Message]:
@@ -148,17 +148,14 @@ class Gymnasium(Env):
         return self.game.actions[self.rng.choice((last, last, last, self.rng.randint(0, last)))]
 
 
-def load_words(words: str, env: Any) -> Game | None:
-    """Returns the Game that `words` (module:GAME or file.py:GAME) names, None without a name.
-
-    Raises UsageError if it cannot be imported, or is neither a Game nor a function that makes one.
-    """
+def load_words(words: str, env: Any) -> Game:
+    """Returns the Game that `words` (module:GAME or file.py:GAME) names, by default the one of
+    `find_game`. Raises UsageError if it cannot be imported, or is no Game."""
     if not words:
-        return None
-    found = import_attribute(words)
-    game = found if isinstance(found, Game) else found(env) if callable(found) else None
+        return find_game(env)
+    game = import_attribute(words)
     if not isinstance(game, Game):
-        raise UsageError(f"words={words} must be a Game, or a function from the environment to one")
+        raise UsageError(f"words={words} names no Game")
     if game.read or game.actions:
         return game
     actions = json_actions(env.action_space)
