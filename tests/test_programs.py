@@ -23,7 +23,7 @@ from core.loading import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.tiny import PRETRAINED
-from core.types import Completion
+from core.types import Completion, Rollout
 from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, UsageError
 from environments.plumbing.registry import make
@@ -477,6 +477,25 @@ def test_a_prompt_needs_room_for_a_token(policy, write):
     assert [len(turn.completion_ids) for turn in rollout.turns] == [1]
     policy.max_length -= 1
     assert "tokens do not fit into" in collect(policy, spec, 1)[0].error
+
+
+def test_of_answers_that_read_alike_the_one_that_is_sent_back_goes_on(policy):
+    known, rollout = programs.Conversations(Renderer(policy)), Rollout("", "", 0, 0)
+    ids_of = lambda text: [*policy.tokenizer.encode(text), policy.end_of_turn_id]  # noqa: E731
+
+    def ask(*texts):
+        said = [{"role": role, "content": text, "calls": [], "thought": ""}
+                for role, text in zip(("user", "assistant", "user"), texts, strict=False)]  # fmt: skip
+        made = endpoint.Ask(None, {"n": 2}, said, [])
+        return made, known.prompt(made)
+
+    made, prompt = ask("?")
+    for text in ("x", " x"):
+        ids = ids_of(text)
+        known.add(made, prompt, Completion(ids, [-1.0] * len(ids), text, "stop"), rollout)
+    for sent, text in (("x", "x"), (" x", " x"), ("x\n", " x")):  # the latest, if it is neither
+        begun = prompt.ids + ids_of(text)
+        assert ask("?", sent, "on")[1].ids[: len(begun)] == begun
 
 
 def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):
