@@ -134,27 +134,22 @@ class Other(TorchSampler):
 
 
 @pytest.mark.parametrize(
-    ("has", "sampler", "keyword", "why"),
-    [(False, TorchSampler, "", 'not installed: pip install -e ".[constrain]"'),
-     (True, Other, "", "--sampler torch"), (True, TorchSampler, "'not': {}, ", '["not"]')],
+    ("lacks", "sampler", "keyword", "why"),
+    [("package", TorchSampler, "", 'not installed: pip install -e ".[constrain]"'),
+     ("module", TorchSampler, "", "llguidance cannot be imported: "),
+     ("", Other, "", "--sampler torch"), ("", TorchSampler, "'not': {}, ", '["not"]')],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_followed_is_in_the_prompt_which_is_said_once(
-    policy, write, monkeypatch, has, sampler, keyword, why  # noqa: F811
+    policy, write, monkeypatch, lacks, sampler, keyword, why  # noqa: F811
 ):  # fmt: skip
     said, spec = [], write(PROGRAM.replace("'maxLength'", f"{keyword}'maxLength'"))
-    monkeypatch.setattr(constrain, "is_installed", lambda name: has)
-    rollouts = collect(policy, spec, 8, say=said.append, sampler=sampler(policy))
+    monkeypatch.setattr(constrain, "is_installed", lambda name: lacks != "package")
+    if lacks == "module":
+        monkeypatch.setitem(sys.modules, "llguidance.hf", None)  # to import it raises
+    rollouts = collect(policy, spec, 4, say=said.append, sampler=sampler(policy))
     assert not any(rollout.error or rollout.info["parsed"] for rollout in rollouts)
     assert all("maxLength" in policy.tokenizer.decode(r.turns[0].prompt_ids) for r in rollouts)
     assert why in said.pop() and not said
-
-
-def test_a_broken_llguidance_leaves_the_schema_in_the_prompt(policy, write, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)  # to import it raises
-    said = []
-    rollouts = collect(policy, write(PROGRAM), 4, say=said.append, sampler=TorchSampler(policy))
-    assert not any(rollout.error or rollout.info["parsed"] for rollout in rollouts)
-    assert len(said) == 1 and "in its prompt only: llguidance cannot be imported: " in said[0]
 
 
 NAMED = {"$defs": {"N": {"type": "integer"}}, "type": "object", "required": ["a"],

@@ -484,8 +484,9 @@ def test_of_answers_that_read_alike_the_one_that_is_sent_back_goes_on(policy):
     ids_of = lambda text: [*policy.tokenizer.encode(text), policy.end_of_turn_id]  # noqa: E731
 
     def ask(*texts):
+        roles = ("user", "assistant", "user")[: len(texts)]
         said = [{"role": role, "content": text, "calls": [], "thought": ""}
-                for role, text in zip(("user", "assistant", "user"), texts, strict=False)]  # fmt: skip
+                for role, text in zip(roles, texts, strict=True)]  # fmt: skip
         made = endpoint.Ask(None, {"n": 2}, said, [])
         return made, known.prompt(made)
 
