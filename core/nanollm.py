@@ -56,7 +56,6 @@ from core.sampler import (
     SamplingParams,
     TorchSampler,
     completion_limit,
-    ends_with,
     to_completion,
 )
 from core.seeds import derive_seed
@@ -199,10 +198,7 @@ class NanoLLM(Sampler):
             ids, logprobs = list(found.token_ids), list(found.logprobs.logprobs)
             request = self.running.pop(output.request_id)
             stop = request.params.stop  # the engine has no tokenizer: it samples on after these
-            lengths = range(1, len(ids)) if stop else ()
-            end = next((n for n in lengths if ends_with(self.policy, ids[:n], stop)), len(ids))
-            kept = kept and kept[:end]
-            completion = to_completion(self.policy, ids[:end], logprobs[:end], kept, stop)
+            completion = to_completion(self.policy, ids, logprobs, kept, stop)
             ended.append((request, completion))
         return ended
 

@@ -340,13 +340,17 @@ def to_completion(
     stop: Sequence[str] = (),
 ) -> Completion:
     """Builds a Completion; its text leaves out the stop token, if the last token is one, but not a
-    text of `stop`, with which it ends.
+    text of `stop`, with which it ends: the tokens after that, of an engine that samples on, go.
 
     Raises Fault if a log-prob is NaN: then the model's logits are not finite.
     """
     if any(map(math.isnan, logprobs)):
         raise Fault("the model's logits are no longer finite: start again with a lower --lr, or "
                     "with --dtype bfloat16 or float32")  # fmt: skip
+    if stop:
+        lengths = range(1, len(token_ids))
+        end = next((n for n in lengths if ends_with(policy, token_ids[:n], stop)), len(token_ids))
+        token_ids, logprobs, kept_ids = token_ids[:end], logprobs[:end], kept_ids and kept_ids[:end]
     stopped = token_ids[-1] in policy.stop_ids
     text = cast(str, policy.tokenizer.decode(token_ids[:-1] if stopped else token_ids))
     has_ended = stopped or ends_with(policy, token_ids, stop)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
@@ -95,13 +96,16 @@ def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(server
     sampler = ServerSampler(policy, URL + "/v1/", tmp_path / "adapters")
     first, old = sampler.sample(PROMPTS, PARAMS), sampler.name
     assert sampler.sample(PROMPTS, PARAMS) == first  # with the same seeds
+    text = first[0].text[2:4]  # what comes after it is not trained on
+    [cut] = sampler.sample(PROMPTS[:1], replace(PARAMS, stop=(text,)))
+    assert cut.token_ids == first[0].token_ids[: len(cut.token_ids)] and cut.text.endswith(text)
     learnt(policy)
     sampler.sync()
     second = sampler.sample(PROMPTS, PARAMS)
     before, now = (trainer_gap(policy, c, 0.8, PROMPTS).max() for c in (first, second))
     assert now < 1e-5 < 0.1 < before and sampler.sync_seconds is not None
     names = [body["model"] for path, body in server.asked if path == SAMPLE]
-    assert names[1:] == [old] * 16 + [sampler.name] * 8 and old != sampler.name
+    assert names[1:] == [old] * 17 + [sampler.name] * 8 and old != sampler.name
     assert len([*tmp_path.glob("adapters/*")]) == 1  # the present one
     sampler.close()
     assert not (tmp_path / "adapters").exists()

@@ -127,27 +127,27 @@ class ServerSampler(Sampler):
             "detokenize": False,
         }
         body = {"model": self.name, "token_ids": request.prompt, "sampling_params": wanted}
-        self.calls.start(request, partial(self._ask, SAMPLE, body))
+        self.calls.start(request, partial(self._sampled, body, request.params.stop))
 
     def step(self) -> list[tuple[Request, Completion]]:
         """As `Sampler.step`. Raises NoServer if the server fails."""
-        done = []
-        for request, (answer, error) in self.calls.ended(WAIT_S):
-            if error is not None:
-                raise error
-            done.append((request, self._read(answer)))
-        return done
+        ended = self.calls.ended(WAIT_S)
+        for error in (error for _, (_, error) in ended if error is not None):
+            raise error
+        return [(request, completion) for request, (completion, _) in ended]
 
-    def _read(self, answer: httpx.Response) -> Completion:
-        """The completion in an answer. Raises NoServer unless it is one of the present adapter."""
+    def _sampled(self, body: dict[str, Any], stop: tuple[str, ...]) -> Completion:
+        """A completion of the present adapter; runs in a thread. Raises NoServer."""
+        answer = self._ask(SAMPLE, body)
         with suppress(ValueError, LookupError, TypeError):  # of what is no answer of vLLM's
             found = answer.json()
             [choice] = found["choices"]
             ids, content = choice["token_ids"], choice["logprobs"]["content"]
             is_whole = choice["finish_reason"] in ("stop", "length") and len(content) == len(ids)
-            if found["model"] == self.name and is_whole:
-                return to_completion(self.policy, ids, [token["logprob"] for token in content])
-        raise self._failure(f"no whole completion of {self.name}: {answer.text}")
+            if found["model"] == body["model"] and is_whole:
+                logprobs = [token["logprob"] for token in content]
+                return to_completion(self.policy, ids, logprobs, stop=stop)
+        raise self._failure(f"no whole completion of {body['model']}: {answer.text}")
 
     def _ask(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """The answer of the server; runs in threads, too. Raises NoServer."""
