@@ -34,27 +34,20 @@ REPAIRS = {  # fault: our text, and the same in other words
     "gradients_add_up": ("            optimizer.zero_grad()\n", "            model.zero_grad()\n"),
     "advantages_not_shuffled": ("advantages[rows]", "advantages.gather(0, rows)"),
 }
-WRONG = {  # a repair that is none: our text, and another
-    "END alone": ("(ends.cumsum(1) - ends == 0)", "(ends == 1)"),
-    "the place after": ("[:, -n - 1 : -1]", "[:, -n - 2 : -2]"),
-    "temperature twice": ("-n - 1 : -1] / TEMPERATURE", "-n - 1 : -1] / TEMPERATURE**2"),
-    "padding alone": ("attention_mask=attention", "attention_mask=1 - attention"),
-    "variance": ("groups.std(1, keepdim=True)", "groups.var(1, keepdim=True)"),
-    "no deviation": ("(std + 1e-4)", "1.0"),
-    "no minimum": (MINIMUM, "clipped * advantages[:, None]"),
-    "uphill": (LOSS, LOSS[1:]),
-    "a sum": (LOSS, "-(surrogate * mask).sum()"),
-    "old with gradient": ("(now, old[rows],", "(now, now,"),
-    "in the first epoch": (
-        "            optimizer.zero_grad()\n",
-        "            optimizer.zero_grad() if _ == 0 else None\n",
-    ),
-    "advantages in reverse": ("advantages[rows]", "advantages[rows.flip(0)]"),
-}
-
-
-def test_twelve_drills_have_twelve_faults():
-    assert {drill.ALL[seed * 5 % 12][0] for seed in range(1, 13)} == set(REPAIRS)
+WRONG = [  # a repair that is none: our text, and another
+    ("(ends.cumsum(1) - ends == 0)", "(ends == 1)"),
+    ("[:, -n - 1 : -1]", "[:, -n - 2 : -2]"),
+    ("-n - 1 : -1] / TEMPERATURE", "-n - 1 : -1] / TEMPERATURE**2"),
+    ("attention_mask=attention", "attention_mask=1 - attention"),
+    ("groups.std(1, keepdim=True)", "groups.var(1, keepdim=True)"),
+    ("(std + 1e-4)", "1.0"),
+    (MINIMUM, "clipped * advantages[:, None]"),
+    (LOSS, LOSS[1:]),
+    (LOSS, "-(surrogate * mask).sum()"),
+    ("(now, old[rows],", "(now, now,"),
+    ("optimizer.zero_grad()", "optimizer.zero_grad() if _ == 0 else None"),
+    ("advantages[rows]", "advantages[rows.flip(0)]"),
+]
 
 
 @pytest.mark.parametrize("seed", range(1, 13))
@@ -73,9 +66,8 @@ def test_a_fault_is_refused_and_its_repair_in_other_words_is_named(tmp_path, cap
     assert f"Right. The fault was {name}: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("repair", WRONG)
-def test_a_wrong_repair_is_refused(tmp_path, repair):
-    ours, theirs = WRONG[repair]
+@pytest.mark.parametrize("ours, theirs", WRONG)
+def test_a_wrong_repair_is_refused(tmp_path, ours, theirs):
     assert SOURCE.count(ours) == 1
     file = tmp_path / "drill.py"
     file.write_text(SOURCE.replace(ours, theirs), encoding="utf-8")

@@ -72,8 +72,8 @@ class Grid:
 class Exercises:
     """Exercises of a scratch.py, with the signatures of the files in algorithms/.
 
-    An exception in the participant's code, or a result of the wrong shape, raises UsageError: one
-    line with the file, line and exercise.
+    An exception in the participant's code, or a result of another type or shape, raises UsageError:
+    one line with the exercise.
     """
 
     module: ModuleType
@@ -91,11 +91,11 @@ class Exercises:
             advantages = torch.zeros_like(tokens.rewards)
             for rollout in tokens.rollout.unique():
                 here = tokens.rollout == rollout
-                episode = tokens.rewards[here], tokens.old_values[here]
-                advantages[here] = self._call("gae", *episode, like=episode[0])
+                rewards, values = tokens.rewards[here], tokens.old_values[here]
+                advantages[here] = self._call("gae", rewards, values, like=rewards)
             targets = advantages + tokens.old_values
-            return {"advantages": normalize(advantages, tokens.in_loss).float(),
-                    "value_targets": targets}  # fmt: skip
+            advantages = normalize(advantages, tokens.in_loss).float()
+            return {"advantages": advantages, "value_targets": targets}
         turns = turns_of(tokens)  # one for each rollout
         if 10 in self.exercises:
             grid = Grid(tokens.rollout)
@@ -158,11 +158,11 @@ class Exercises:
         """
         generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
         inputs = logits.float(), params.temperature, generator
-        ids, logprobs = self._call("sample", *inputs, like=(chance, chance))
+        ids, logprobs = self._call("sample", *inputs, like=(chance.long(), chance))
         return ids.long(), logprobs
 
     def _call(self, name: str, *inputs: Any, like: Any) -> Any:
-        """The result of an exercise: tensors as `like`, see `_problem`."""
+        """The result of an exercise, which has the types and shapes of `like`."""
         number = next(e.number for e in checker.EXERCISES if e.name == name)
         try:
             result = getattr(self.module, name)(*inputs)
@@ -170,8 +170,8 @@ class Exercises:
             if ran_out(error):  # the training loop handles it
                 raise
             raise UsageError(f"exercise {number}: {describe_error(error)}") from error
-        if problem := _problem(result, like):
-            raise UsageError(f"exercise {number}: {name} returned {problem}")
+        if wrong := checker.difference(like, result, None):
+            raise UsageError(f"exercise {number}: {name} returned: {wrong}")
         return result
 
 
@@ -187,48 +187,23 @@ def load_scratch(cfg: Config) -> Algorithm:
     assert isinstance(options, Options)
     file = Path(cfg.algo if is_file(cfg.algo) else "scratch.py")
     file = file if file.exists() else checker.FILE
-    module, command = checker.load(file), f"python {checker.name_of(file)}"
-    verdicts = {v.exercise.number: v for v in checker.check_all(module)}
-    written = {number for number, v in verdicts.items() if v.state != "not yet"}
+    module = checker.load(file)
+    states = {v.exercise.number: v.state for v in checker.check_all(module)}
+    written = {number for number, state in states.items() if state != "not yet"}
     loss = int(options.loss or (5 if 5 in written else 4))
-    needed = {int(options.advantages), loss} | ({6} if cfg.kl_coef else set())
-    exercises = tuple(sorted(needed | ({8} & written)))
-    missing = [verdicts[n].exercise for n in exercises if n not in written and n != 10]
-    if missing:
+    used = {int(options.advantages), loss} | ({6} if cfg.kl_coef else set()) | ({8} & written)
+    titles = {e.number: f"exercise {e.number} ({e.name})" for e in checker.EXERCISES}
+    command = f"python {checker.name_of(file)}"
+    if missing := used - written - {10}:  # 10 has its bug from the beginning
         raise UsageError(
-            f"--algo {Path(cfg.algo).name} needs "
-            + " and ".join(f"exercise {e.number} ({e.name})" for e in missing)
-            + f", not written yet; {command} checks what you write"
+            f"--algo {Path(cfg.algo).name} needs {' and '.join(titles[n] for n in sorted(missing))}"
+            f", not written yet; {command} checks what you write"
         )
-    remarks = [
-        f"exercise {n} ({verdicts[n].exercise.name}) is wrong; training with it anyway. Details: "
-        f"{command}"
-        for n in exercises
-        if verdicts[n].state == "wrong"
-    ]
-    if 10 in exercises and 10 not in written:
-        remarks.append("exercise 10 still has its bug; training with it: watch length/mean")
-    own = Exercises(module, exercises)
+    own = Exercises(module, tuple(sorted(used)))
     return Algorithm(
         own.compute_advantages, own.compute_loss, Path(str(module.__file__)),
-        weighted_kl=own.weighted_kl, draw=own.draw if 8 in exercises else sampler.draw,
-        variant=f"exercises {', '.join(map(str, exercises))}", remarks=tuple(remarks),
+        weighted_kl=own.weighted_kl, draw=own.draw if 8 in used else sampler.draw,
+        variant=f"exercises {', '.join(map(str, own.exercises))}",
+        remarks=tuple(f"{titles[n]} is not right; training with it anyway. Details: {command}"
+                      for n in own.exercises if states[n] != "right"),
     )  # fmt: skip
-
-
-def _problem(result: Any, like: Any) -> str:
-    """Why `result` is no finite tensor of the shape of `like`, with a gradient if that has one, or
-    not as many of them as the tuple `like` has; "" if it is."""
-    if isinstance(like, tuple):
-        if not isinstance(result, tuple | list) or len(result) != len(like):
-            return f"{type(result).__name__}, not {len(like)} tensors"
-        return next(filter(None, map(_problem, result, like)), "")
-    if not isinstance(result, Tensor):
-        return f"{type(result).__name__}, not a tensor"
-    if result.shape != like.shape:
-        return f"a tensor of shape {list(result.shape)}, not {list(like.shape)}"
-    if like.isfinite().all() and not result.isfinite().all():
-        return "a value that is not finite (nan or infinity)"
-    if like.requires_grad and not result.requires_grad:
-        return "a tensor without a gradient"
-    return ""

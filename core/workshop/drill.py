@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from core.faults import UsageError
 from core.tiny import PRETRAINED
-from core.workshop.checker import agree, describe_difference, load, wrong_type
+from core.workshop.checker import difference, load
 from core.workshop.exercises import Fact
 from environments.letter_counting import LetterCounting
 from environments.plumbing.registry import describe_error
@@ -125,18 +125,15 @@ def drill(seed: int) -> str:
 
 
 def check(module: ModuleType) -> str:
-    """The first fact that does not hold, and how the answer differs; "" if all hold."""
+    """The first fact that does not hold, and what differs; "" if all hold."""
     right = load(RIGHT)
     for fact in FACTS:
-        expected = fact.ask(right)
         try:
-            actual = fact.ask(module)
-            if agree(expected, actual, fact.tolerance):
-                continue
-            seen = wrong_type(expected, actual) or describe_difference(expected, actual)
+            differs = difference(fact.ask(right), fact.ask(module), fact.tolerance)
         except Exception as error:
-            seen = describe_error(error)
-        return f"This does not hold yet: {fact.statement} ({seen})."
+            differs = describe_error(error)
+        if differs:
+            return f"This does not hold yet: {fact.statement} ({differs})."
     return ""
 
 
