@@ -251,18 +251,15 @@ def is_repeatable(cfg: Config, rollout: Rollout) -> bool:
 def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:
     """How many of the environment's own demonstrations are right, and a wrong one, as text."""
     envs = [env for env in training_envs(cfg.env, cfg.train_difficulty) if _demonstrates(env)]
-    if not envs:
-        return {}
-    tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS, hasty=0.0)
+    tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS * bool(envs), hasty=0.0)
     played = [r for r in collector.demonstrate(tasks) if not r.error and not r.episode_truncated]
     if not played:
         return {}
     wrong = [r for r in played if not r.info.get("correct", r.episode_return > 0)]
     found: dict[str, Any] = {"demonstrations/right": 1 - len(wrong) / len(played)}
     for r in wrong[:1]:
-        found["example/demonstration"] = (
-            f"{last_answer(r)!r} to {r.messages[0]['content'][-200:]!r}"
-        )
+        asked = r.messages[0]["content"][-200:]
+        found["example/demonstration"] = f"{last_answer(r)!r} to {asked!r}"
     return found
 
 

@@ -14,13 +14,12 @@ from core.sampler import TorchSampler
 from core.types import Completion
 
 
-def moved(policy, size, part=""):
-    """A copy whose weights with `part` in their names took a step in a fixed direction."""
+def moved(policy, size):
+    """A copy whose weights took a step in a fixed direction."""
     policy, generator = copy.deepcopy(policy), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, weight in policy.trainable().items():
-            step = size * torch.randn(weight.shape, generator=generator)
-            weight += step if part in name else 0
+        for weight in policy.trainable().values():
+            weight += size * torch.randn(weight.shape, generator=generator)
     return policy
 
 
@@ -37,13 +36,6 @@ def test_it_is_the_number_of_updates_that_the_sampler_lacks(qwen3_folder, lora_r
     for own, lacking in ((third, 0), (second, 1), (first, 2)):
         found, _ = canary.compare(third, TorchSampler(own), before)
         assert found["gap/canary"] == pytest.approx(lacking, abs=0.1)
-
-
-def test_a_sampler_that_lacks_only_some_layers_is_seen(policy):
-    third = moved(policy, 1e-4)
-    _, before = canary.compare(policy, TorchSampler(policy), {})
-    found, _ = canary.compare(third, TorchSampler(moved(policy, 1e-4, "mlp")), before)
-    assert 0.2 < found["gap/canary"] < 1.2
 
 
 @pytest.mark.parametrize("stale", ["prompts", "steps"])
@@ -74,13 +66,6 @@ def test_only_tokens_that_were_drawn_the_last_time_too_are_compared(policy):
         logprobs[-1] = -99.0  # of another token
     found, _ = canary.compare(later, TorchSampler(policy), before)
     assert found["gap/canary"] == pytest.approx(1, abs=0.1)
-
-
-def test_there_is_no_metric_where_rounding_hides_the_update(policy):
-    policy.model.bfloat16()
-    later = moved(policy, 1e-4)
-    _, before = canary.compare(policy, TorchSampler(policy), {})
-    assert canary.compare(later, TorchSampler(later), before)[0] == {}
 
 
 @pytest.mark.parametrize("size, measured", [(0.1, False), (1.0, True)])

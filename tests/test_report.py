@@ -147,7 +147,7 @@ def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatc
     assert (tmp_path / "report.html").stat().st_size <= limit
     kept = [(batch["kind"], batch["update"]) for batch in data["batches"]]
     assert kept == [("train", 1), ("train", 3), ("eval", 3)]
-    assert data["left_out"] == "the rollouts of 1 updates"
+    assert data["left_out"] == "the rollouts of 1 of 4 updates and evaluations"
     shown = data["batches"][0]["groups"][0]["rollouts"][0]["messages"][0][1]
     assert "characters left out" in shown and shown.startswith("xxx") and shown.endswith("xxx")
 

@@ -63,25 +63,19 @@ def pack_rollouts(folder: Path, room: int) -> tuple[list[Record], str]:
     out: the batches that do not fit, those in the middle of the run first.
     """
 
-    def packed() -> Iterator[Record]:
-        for key, rows in _read_batches(folder):
-            # so that the first and last of both kinds fit, whatever the number of rollouts
-            yield _pack_batch(key, rows, min(TEXT_CHARS, room // (8 * len(rows))))
+    def packed(chars: int = room // 8) -> Iterator[Record]:
+        for key, rows in _read_batches(folder):  # the first and last ones fit, however large
+            yield _pack_batch(key, rows, min(TEXT_CHARS, chars // len(rows)))
 
-    found = [(batch["kind"], len(to_json(batch)) + 1) for batch in packed()]
-    by_distance: list[tuple[int, int]] = []  # from the first or last batch of the same kind
-    for kind in ("train", "eval"):
-        places = [i for i, (of, _) in enumerate(found) if of == kind]
-        by_distance += [(min(n, len(places) - 1 - n), i) for n, i in enumerate(places)]
-    kept = set()
-    for _, i in sorted(by_distance):
-        if found[i][1] <= room:
+    sizes = [len(to_json(batch)) + 1 for batch in packed()]
+    kept, last = set[int](), len(sizes) - 1
+    for i in sorted(range(len(sizes)), key=lambda i: (min(i, last - i), -i)):
+        if sizes[i] <= room:
             kept.add(i)
-            room -= found[i][1]
-    left_out = [kind for i, (kind, _) in enumerate(found) if i not in kept]
-    names = {"train": "updates", "eval": "evaluations"}
-    texts = [f"the rollouts of {left_out.count(k)} {names[k]}" for k in names if k in left_out]
-    return [batch for i, batch in enumerate(packed()) if i in kept], " and ".join(texts)
+            room -= sizes[i]
+    left = len(sizes) - len(kept)
+    text = f"the rollouts of {left} of {len(sizes)} updates and evaluations" if left else ""
+    return [batch for i, batch in enumerate(packed()) if i in kept], text
 
 
 def to_json(data: Any) -> str:
