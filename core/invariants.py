@@ -86,13 +86,9 @@ def by_group(cfg: Config) -> bool:
     return "groups" in needs(cfg) and "feedback" not in needs(cfg)
 
 
-def below_float32(cfg: Config) -> bool:
-    return cfg.dtype != "float32"
-
-
 def is_no_rounding(value: float, limit: float, cfg: Config) -> bool:
     """Whether a difference is beyond the `limit` that 16 bits have."""
-    return value > limit or not below_float32(cfg)
+    return value > limit or cfg.dtype == "float32"
 
 
 def has_stepped(r: Numbers, cfg: Config) -> bool:
@@ -158,7 +154,7 @@ def begins_at_reference(r: Numbers, cfg: Config) -> bool:
     """Whether the policy is its reference, up to the rounding of 16 bits: before its one step."""
     several = cfg.num_epochs > 1 or cfg.num_minibatches > 1
     other = cfg.teacher or several or (cfg.sft_steps and cfg.lora_rank)
-    rounded = below_float32(cfg) and r["kl/reference"] <= min(r["gap/logprob_max"], 0.1) ** 2
+    rounded = cfg.dtype != "float32" and r["kl/reference"] <= min(r["gap/logprob_max"], 0.1) ** 2
     return r["update"] == 1 and not other and not rounded
 
 

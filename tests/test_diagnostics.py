@@ -94,6 +94,7 @@ def test_a_row_shows_its_number_and_its_example_and_wants_all_updates_to_agree()
     (line,) = diagnostics.new_warnings(records).values()
     assert "25%" in line and "'{a}' for 'b' (groups/prompts_differ); try " in line
     assert raised(run_of(9, groups__advantage_sum=lambda update: update % 2)) == []
+    assert raised(run_of(9, length__hit_token_limit=1.0)[1:]) == [("never_stops", 3)]
 
 
 MOVED = {"update/steps": 4, "update/moved": 0.01}

@@ -74,17 +74,6 @@ def test_what_was_evaluated_before_an_edit_is_not_compared():
     assert "0.30 [0.25, 0.35] at update 4 -> 0.50" in shown(rows)[-1].text
 
 
-def test_logged_warnings_come_first_a_cause_before_what_follows_from_it():
-    rows = trained(evaluation(0.1, p=1e-9))
-    rows[5]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
-    rows[7]["warnings"] = {"stale_weights": "the sampler lacks 1; try --sampler torch"}
-    rows[18]["warnings"] = {"kl_runaway": "KL 0.3; try a lower --lr"}
-    stale, kl, accuracy = shown(rows)
-    assert stale == ("stale_weights at update 7: the sampler lacks 1", "--sampler torch")
-    assert kl == ("kl_runaway at update 5, 18: KL 0.2", "a lower --lr")
-    assert "0.20" in accuracy.text and accuracy.next == ""  # the warnings say what to do
-
-
 def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     """The policy's last answer: neither a tool's result nor the environment's last word."""
     said = [("system", "s"), ("user", "1 + 1?"), ("assistant", "call"), ("tool", "67"),
