@@ -83,7 +83,7 @@ def test_keyword_arguments_reach_the_environment():
     [
         (spaces.Box(0, 255, (2,), np.uint8), "[0 to 255, 0 to 255]", "[0, 255]",
          ["[0, 256]", "[[0, 1]]", "[0]", '"a"', "null", "{}", "[[0], 1]"]),
-        (spaces.Box(0, np.inf, (1,)), "[at least 0]", "0.5", ["[-2]", "[NaN]", "[[0.5]]"]),
+        (spaces.Box(0, np.inf, (1,)), "[0 to inf]", "0.5", ["[-2]", "[NaN]", "[[0.5]]"]),
         (spaces.MultiDiscrete([2, 3]), "[0 to 1, 0 to 2]", "[1, 2]", ["[2, 0]", "1"]),
         (spaces.MultiBinary(2), "[0 to 1, 0 to 1]", "[1, 0]", ["[2, 0]", "1"]),
         (spaces.Text(3), "a text of at most 3 characters", '"go7"', ['"go on"', '"go!"', "[7]"]),

@@ -8,9 +8,8 @@ response, which the game reads by its own rules.
 
 Reward: 0 until the end, then the game's reward. In most games for two: 1 won, 0 drawn, -1 lost,
 and the second invalid move in a row loses. If a response makes the game itself raise an exception,
-the episode ends with -1 for that player and 0 for the others, as after an invalid move, and a line
-says once what was raised: it may be the game's own fault. `info["correct"]`: the reward is at
-least 1.
+the episode ends with -1 for that player, and a line says once what was raised.
+`info["correct"]`: the reward is at least 1.
 
 TextArena uses the global random generators. Each instance keeps generator states of its own and
 restores the global ones, so parallel episodes do not affect each other.
