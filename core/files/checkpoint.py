@@ -15,7 +15,7 @@ and its own number.
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,14 @@ def check_state(saved: Any, own: Any, place: str) -> None:
     none of this, and would read beyond a tensor. `place` is what the message calls `saved`.
     """
 
-    def kind(value: Any) -> Any:
-        return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
+    def kind(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {key: kind(value) for key, value in state.items()}
+        if isinstance(state, list | tuple):
+            return [kind(value) for value in state]
+        return (state.shape, state.dtype) if isinstance(state, Tensor) else type(state)
 
-    if _each(kind, saved) != _each(kind, own):
+    if kind(saved) != kind(own):
         raise UsageError(f"--resume: {place} is not of this optimizer: {USE_BEFORE}")
 
 
@@ -203,12 +207,3 @@ def base_model(run: Path, model_id: str) -> str:
 def _newest_first(root: Path) -> list[Path]:
     names = (path for path in root.glob("*") if re.fullmatch(r"\d{6,}-\d{6,}", path.name))
     return sorted((path for path in names if path.is_dir()), reverse=True)
-
-
-def _each(change: Callable[[Any], Any], state: Any) -> Any:
-    """`state` with `change` applied to all in it but dicts, lists and tuples."""
-    if isinstance(state, dict):
-        return {key: _each(change, value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_each(change, value) for value in state)
-    return change(state)

@@ -123,21 +123,26 @@ def lock_run(run: Path, new: bool) -> Iterator[None]:
     next record, removes the folder of a `new` one, and restores the config.yaml of another.
     """
     metrics, unused = run / "metrics.jsonl", False
+    lock = filelock.FileLock(run / ".lock", timeout=0)
     try:
-        with _locked(run):
-            for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
-                remove(left)
-            before, size = (run / "config.yaml").read_bytes(), _size(metrics)
-            try:
-                yield
-            except UsageError:
-                no_record = _size(metrics) <= size  # less, where a resume has dropped records
-                unused = new and no_record
-                if no_record and not new:
-                    with published(run / "config.yaml") as part:
-                        part.write_bytes(before)
-                raise
+        lock.acquire()  # the operating system releases it if this process dies; the file stays
+    except filelock.Timeout:
+        raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
+                         "--run-name") from None  # fmt: skip
+    for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
+        remove(left)
+    before, size = (run / "config.yaml").read_bytes(), _size(metrics)
+    try:
+        yield
+    except UsageError:
+        no_record = _size(metrics) <= size  # less, where a resume has dropped records
+        unused = new and no_record
+        if no_record and not new:
+            with published(run / "config.yaml") as part:
+                part.write_bytes(before)
+        raise
     finally:
+        lock.release()
         if unused:  # after its lock is released: Windows removes no open file
             shutil.rmtree(run, ignore_errors=True)
             with suppress(OSError):  # runs/ contains other runs
@@ -152,18 +157,3 @@ def write_config(run: Path, settings: dict[str, Any]) -> None:
     """Replace config.yaml atomically."""
     with published(run / "config.yaml") as part:
         part.write_bytes(yaml.safe_dump(settings, sort_keys=False).encode())
-
-
-@contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """The operating system releases the lock if this process dies; the file stays."""
-    lock = filelock.FileLock(run / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
-                         "--run-name") from None  # fmt: skip
-    try:
-        yield
-    finally:
-        lock.release()

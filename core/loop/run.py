@@ -19,6 +19,7 @@ from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped
+from core.files.checkpoint import export_model
 from core.loop import best
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
@@ -179,7 +180,7 @@ class Run:
         """Keeps the model of an evaluation that is better than all before (--keep-best)."""
         is_better = self.cfg.keep_best and best.note(self.progress, update, metrics)
         if is_better and distributed.rank() == 0:
-            best.save(self.outputs.folder, self.policy)
+            export_model(self.outputs.folder, self.policy, best.FOLDER)
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
