@@ -78,8 +78,8 @@ def main(cfg: Config) -> int:
 
             # 3. A gradient step on all of them; off: several, --num-epochs times --num-minibatches
             for minibatch in minibatches(cfg, len(rollouts), update):
-                # the loss of a step is a sum over tokens, weighted by 1 / number of tokens, so the
-                # gradients of its micro-batches add up to the gradient of the step
+                # the loss of a step is a sum over tokens, weighted by default by 1 / their number,
+                # so the gradients of its micro-batches add up to the gradient of the step
                 batch.token_weights = token_weights(
                     batch, minibatch.rollouts, cfg.options.aggregation, cfg.max_tokens
                 )
@@ -87,13 +87,13 @@ def main(cfg: Config) -> int:
                     tokens = forward(run, batch, micro)  # [n]: log π, and all of the above
                     loss, metrics = algorithm.compute_loss(tokens, cfg.options)
                     loss = loss + regularizers(run, tokens)  # off: --kl-coef, --entropy-coef
-                    # loss.backward(), but not through the model where no token has a gradient:
-                    # tokens of groups that earned the same have none
+                    # loss.backward(); but if no log-prob has a gradient, as all groups here earned
+                    # the same, not through the model
                     optimizer.backward(loss, tokens.outputs)
                     stats.add(tokens, loss, metrics)
                 optimizer.sum_gradients()  # off: over the processes of torchrun
                 stats.end_minibatch(minibatch.epoch)
-                if not run.scores_first:
+                if not run.scores_first:  # one step: π_old comes from its own pass
                     batch.sum_over_ranks("old_logprobs")  # off: torchrun
                 if 0 < cfg.options.target_kl < stats.approx_kl:  # off: --ppo.target-kl
                     optimizer.zero_grad()
@@ -107,7 +107,7 @@ def main(cfg: Config) -> int:
                 stats.num_steps += stepped
 
             # 4. The sampler has the new weights, as it shares them. Evaluation, log, checkpoint
-            run.sync()  # off: sends them to a sampler with weights of its own (--sampler server)
+            run.sync()  # off: copies what a sampler does not share, such as --sampler server
             run.finish_update(update, sampled, batch, stats)
         return 1 if run.stopped else 0
 

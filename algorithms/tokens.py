@@ -46,7 +46,7 @@ class Tokens:
     # from shape_rewards: what it earned
     turn: Tensor  # int64: the number of its turn in the rollout; --credit episode: 0
     rewards: Tensor  # a turn's, at its last token
-    discounts: Tensor  # float64: γ at the last token of a turn, else 1
+    discounts: Tensor  # float64: --credit turn: γ at the last token of a turn; else 1
     in_loss: Tensor  # bool: whether it counts in the loss; by default all do
     # from compute_advantages
     advantages: Tensor
@@ -203,7 +203,8 @@ def token_weights(
         prompt      1 / (groups · tokens of its group in the step)   ScaleRL, arXiv:2510.13786
         constant    1 / (rollouts · max_tokens)                      Dr. GRPO, arXiv:2503.20783
 
-    All counts are of the step: `rollouts` lists its rollouts. With `sequence` each token of a long
+    All counts are of the step: `rollouts` lists its rollouts. Tokens with an advantage of 0 count,
+    too. With `sequence` each token of a long
     rollout weighs less, so a long wrong answer is pushed down less per token. With `constant` the
     weight does not depend on the rollout's length; `max_tokens` is the limit of one completion, so
     a rollout of several turns can weigh more than 1 / rollouts.

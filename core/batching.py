@@ -111,7 +111,7 @@ class MicroBatch:
 
     sequences: list[Sequence]
     input_ids: Tensor  # [Q, T] int64
-    nodes: Tensor  # [Q, T] int64: place of each token's hidden state among those computed
+    nodes: Tensor  # [Q, T] int64: place of each token's hidden state among the U computed ones
     tree: PrefixTree | None  # what is computed in place of `input_ids`
     numbers: Tensor  # [n] int64, on the CPU: of the sampled tokens
     predictors: Tensor  # [n] int64: for each sampled token the hidden state that predicts it

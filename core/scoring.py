@@ -1,6 +1,6 @@
 """The afternoon, 7 of 9. How likely is each sampled token? Its log-prob, and a value before it.
 
-    hidden states [U, D]  --read_out-->  logprobs, entropy, values [n], by name
+    hidden states [U, D]  ── read_out ──▶  logprobs, entropy, values [n], by name
 
 An algorithm may read more out of the hidden states: see core/algorithm.py.
 """

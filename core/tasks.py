@@ -174,7 +174,9 @@ def check_demonstrations(envs: Sequence[EnvSpec]) -> None:
         except Exception as error:  # it would fail in every warm-start step
             raise UsageError(f"--env {spec} fails: {describe_error(error)}") from error
         if demonstration is None:
-            raise UsageError(f"--env {spec} has no demonstrations: take --sft-steps 0")
+            raise UsageError(
+                f"--env {spec} has no demonstrations: write demonstrate(), or take --sft-steps 0"
+            )
 
 
 def difficulty_key(spec: EnvSpec) -> str | None:

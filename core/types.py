@@ -1,8 +1,8 @@
 """The afternoon, 2 of 9. The data from environment to gradient.
 
-    Message --> prompt ids --> Completion --> Turn --> Rollout --> Batch --> MicroBatch
+    Message --> prompt ids --> Completion --> Turn --> Rollout --> Batch --> MicroBatch --> Tokens
 
-The last two, tensors, are in core/batching.py.
+The last three, tensors, are in core/batching.py and algorithms/tokens.py.
 
 >>> turn = Turn([5, 6], [7, 8, 2], [-0.1, -0.2, -0.3], "stop", reward=1.0)
 >>> Rollout("letter_counting", "player", seed=3, group_id=0, turns=[turn]).episode_return
@@ -16,7 +16,7 @@ from environments.base import Message
 
 FinishReason = Literal["stop", "length", "error"]  # the policy ended its turn; it hit the token
 # limit; a server gave no completion, and its episode fails: `text` says why
-Kept = list[int] | bytes  # the ids that a token was drawn from; or a bit for each, lowest first
+Kept = list[int] | bytes  # which ids could be drawn: a list, or a bit for each, lowest first
 
 
 @dataclass(frozen=True)

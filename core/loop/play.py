@@ -21,7 +21,7 @@ from core.types import Played, Rollout
 def play(run: Run, update: int) -> Played:
     """The rollouts of this update: all that were sampled, and those to train on.
 
-    With --curriculum they decide the level of the next update's tasks.
+    Without --staleness, --overlap and --curriculum this is `collect`.
     """
     check = run.interrupt.check_alone  # for Ctrl-C
     with older_weights(run.policy, run.sampler, run.older, run.ahead.playing is not None):
@@ -44,8 +44,8 @@ def collect(
     weights, unless `compared` says so. `check()` raises Stopped after Ctrl-C. It changes nothing in
     `run`, so --overlap may call it in a thread.
 
-    Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks with equal
-    returns in each group, which up to n more rounds replace.
+    Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks whose
+    rollouts all earned the same; up to n more rounds draw others.
     """
     cfg = run.cfg
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])

@@ -107,6 +107,9 @@ def _next(
         return "if such answers are right, say so (correct=NAME, threshold=X of the environment)"
     if (cut := series.mean_of(last, "length/hit_token_limit")) > MANY_CUT:
         return f"a higher --max-tokens, as {cut:.0%} of the completions are cut"
+    if updates and all(r.get("reward/min") == r.get("reward/max") == 0 for r in updates):
+        return ("demonstrations and --sft-steps, or a pretrained model: every reward was 0, so "
+                "there was nothing to compare")  # fmt: skip
     if len(before) < series.WINDOW:
         return f"more updates, as these are too few to tell: {go_on}"
     change = series.change_of(before, last, "reward/mean")

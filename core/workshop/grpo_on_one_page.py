@@ -3,13 +3,15 @@
     python -m core.workshop.grpo_on_one_page          # a minute on a laptop
 
 The model was pretrained on two ways to answer a question such as `How many r in "parrot"?`: guess,
-which is right once in four, or spell the word and count, which is right nearly always. Each update
-makes the tokens of answers that earned more than others to the same question likelier.
+which is right once in four, or spell the word and count, which is right nearly always. An update
+makes the tokens of answers that earned more than others to the same question likelier. A right
+guess may still become less likely: it shares its first token, <answer>, with the wrong ones.
 
 Shapes: P questions, G answers to each, B = P · G rows of T tokens, the last N for the answer; V
-tokens in the vocabulary. train.py does the same, and also has: any model and environment, several
-turns, other algorithms, adapters, tokens in one row without padding, micro-batches that fit into
-memory, weights for what sampler and trainer round differently, a log, checkpoints, processes.
+tokens in the vocabulary. train.py has the same formulas, by default with one step per update, so
+that its clip does nothing; here it acts. It also has: any model and environment, several turns,
+other algorithms, adapters, tokens in one row without padding, micro-batches that fit into memory,
+weights for what sampler and trainer round differently, a log, checkpoints, processes.
 """
 
 import torch
