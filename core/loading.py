@@ -249,19 +249,15 @@ def _context_limit(config: Any) -> tuple[int | None, str]:
     factors are the same ones.
     """
     limit = getattr(config, "max_position_embeddings", None)
-    limited_by = "config.json's max_position_embeddings"
-    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    limited_by, own = "config.json's max_position_embeddings", "original_max_position_embeddings"
+    ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:  # of the model, or of each kind of layer
-        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-        original = kind and (
-            rope.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-        )
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        original = kind and (rope.get(own) or getattr(config, own, None))
         if limit and original and kind == "yarn":
             limit = max(limit, int(original * (rope.get("factor") or 1)))
-        elif limit and original and kind in ("longrope", "su") and original < limit:
-            limit = original
-            limited_by = "longrope's original_max_position_embeddings in config.json"
+        elif limit and original and kind == "longrope" and original < limit:
+            limit, limited_by = original, f"longrope's {own} in config.json"
     return limit, limited_by
 
 
