@@ -124,7 +124,7 @@ def is_odd_step(r: Numbers, cfg: Config) -> bool:
 
 def changes_a_part(r: Numbers, cfg: Config) -> bool:
     """New adapters have B = 0, which gives A no gradient in update 1."""
-    trains_values = getattr(cfg.options, "value_coef", 1)
+    trains_values = bool(getattr(cfg.options, "value_coef", 1))
     return has_stepped(r, cfg) and r["update"] > 1 > r["update/unchanged"] and trains_values
 
 

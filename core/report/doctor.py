@@ -60,11 +60,11 @@ def _example(folder: Path) -> str:
         said = [(m["role"], str(m["content"])) for m in rollout.get("messages", [])]
         answers = [i for i, (role, _) in enumerate(said) if role == "assistant"]
         if rollout.get("kind") == "train" and answers:
-            answer, before = said[answers[-1]][1], said[: answers[-1]]
-            asked = [text for role, text in before if role == "user"][-1:]
-            answer, asked = (printable(text)[:200] for text in (answer, "".join(asked)))
+            before = [text for role, text in said[: answers[-1]] if role == "user"]
+            last = said[answers[-1]][1], *before[-1:]
+            answer, *asked = (repr(printable(text)[:200]) for text in last)
             place = f" ({row})" if (row := rollout.get("info", {}).get("row")) else ""
-            return f". The first answer was {answer!r}, to {asked!r}{place}"
+            return f". The first answer was {', to '.join([answer, *asked])}{place}"
     return ""
 
 
