@@ -33,34 +33,24 @@ def solved_up_to(number: int) -> str:
     return solved(**{name: f"def {name}(*_):\n    raise TODO\n" for name in later})
 
 
-def episodes() -> tuple[torch.Tensor, ...]:
-    """Rewards and rollouts [20], all of one turn; groups of 3, 2 and 1 rollouts in mixed order."""
-    torch.manual_seed(0)
+def make_tokens() -> Tokens:
+    """20 tokens of 6 rollouts of one turn; groups of 3, 2 and 1 rollouts in mixed order. Two tokens
+    have weight 0, as --mask-truncated-completions gives them."""
+    generator = torch.Generator().manual_seed(1)
+    logprobs, old, advantages, rewards, values = torch.randn(5, 20, generator=generator)
     rollout = torch.arange(6).repeat_interleave(torch.tensor([5, 1, 3, 4, 2, 5]))
-    return torch.randn(20), rollout, torch.tensor([7, 1, 7, 1, 7, 4])
-
-
-def loss_inputs() -> Tokens:
-    """20 tokens whose log-probs take a gradient.
-
-    Two sampled tokens have weight 0, as --mask-truncated-completions gives them.
-    """
-    torch.manual_seed(1)
-    _, rollout, _ = episodes()
-    logprobs, advantages = torch.randn(2, 20)
-    old = logprobs + 0.4 * torch.randn(20)
-    counted = torch.ones(20)
-    counted[9:11] = 0
-    tokens = Tokens(sequence=rollout, old_logprobs=old, advantages=advantages,
-                    importance_weights=torch.rand(20) * 2, in_loss=counted > -1,
-                    token_weights=counted / 20, logprobs=logprobs.requires_grad_())  # fmt: skip
-    return tokens
+    counted = torch.ones(20).index_fill(0, torch.tensor([9, 10]), 0)
+    return Tokens(sequence=rollout, rollout=rollout, turn=0 * rollout, rewards=rewards,
+                  group=torch.tensor([7, 1, 7, 1, 7, 4])[rollout], in_loss=rollout != 3,
+                  old_logprobs=logprobs + 0.4 * old, old_values=values, advantages=advantages,
+                  importance_weights=2 * values.sigmoid(), discounts=torch.ones(20),
+                  token_weights=counted / 20, logprobs=logprobs.requires_grad_())  # fmt: skip
 
 
 def test_loss_and_gradient_of_exercise_4_are_those_of_reinforce(tmp_path):
     found = []
     for module in (make_algorithm(tmp_path, (3, 4)), reinforce):
-        tokens = loss_inputs()
+        tokens = make_tokens()
         loss, metrics = module.compute_loss(tokens, None)
         found.append((loss, *torch.autograd.grad(loss, tokens.logprobs), metrics))
     torch.testing.assert_close(found[0][:2], found[1][:2], atol=1e-6, rtol=1e-5)
@@ -68,16 +58,12 @@ def test_loss_and_gradient_of_exercise_4_are_those_of_reinforce(tmp_path):
 
 
 def test_advantages_of_exercises_3_10_and_7_are_those_of_the_library(tmp_path):
-    rewards, rollout, group_ids = episodes()
-    batch = Tokens(rewards=rewards, rollout=rollout, in_loss=rollout != 3, turn=rollout * 0,
-                   group=group_ids[rollout], old_values=torch.randn(20),
-                   discounts=torch.ones(20))  # fmt: skip
     for exercises, algo, options in (
         ((3, 5), grpo, OPTIONS), ((10, 5), reinforce, reinforce.Options("group")),
         ((5, 7), ppo, ppo.Options()),
     ):  # fmt: skip
-        ours = make_algorithm(tmp_path, exercises).compute_advantages(batch, None)
-        theirs = algo.compute_advantages(batch, options)
+        ours = make_algorithm(tmp_path, exercises).compute_advantages(make_tokens(), None)
+        theirs = algo.compute_advantages(make_tokens(), options)
         torch.testing.assert_close(ours, theirs if algo is ppo else {"advantages": theirs})
 
 
@@ -96,7 +82,7 @@ def test_draw_repeats_and_returns_the_log_prob_of_the_token(tmp_path):
 def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message):
     text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
     with pytest.raises(UsageError, match=f"^[^\n]*exercise 5[^\n]*{message}[^\n]*$"):
-        make_algorithm(tmp_path, clipped_loss=text).compute_loss(loss_inputs(), OPTIONS)
+        make_algorithm(tmp_path, clipped_loss=text).compute_loss(make_tokens(), OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,11 @@ REPAIRS = {  # fault: our text, and the same in other words
     "advantages_not_shuffled": ("advantages[rows]", "advantages.gather(0, rows)"),
 }
 WRONG = [  # a repair that is none: our text, and another
-    ("(ends.cumsum(1) - ends == 0)", "(ends == 1)"),
     ("[:, -n - 1 : -1]", "[:, -n - 2 : -2]"),
     ("-n - 1 : -1] / TEMPERATURE", "-n - 1 : -1] / TEMPERATURE**2"),
-    ("attention_mask=attention", "attention_mask=1 - attention"),
     ("groups.std(1, keepdim=True)", "groups.var(1, keepdim=True)"),
     ("(std + 1e-4)", "1.0"),
-    (MINIMUM, "clipped * advantages[:, None]"),
     (LOSS, LOSS[1:]),
-    (LOSS, "-(surrogate * mask).sum()"),
     ("(now, old[rows],", "(now, now,"),
     ("optimizer.zero_grad()", "optimizer.zero_grad() if _ == 0 else None"),
     ("advantages[rows]", "advantages[rows.flip(0)]"),

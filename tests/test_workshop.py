@@ -75,10 +75,6 @@ def test_each_mistake_gets_its_own_cause(exercise: Exercise, write):
 
 PICK = "all_logprobs.gather(-1, ids[:, None]).squeeze(-1)"
 OTHERWISE = {  # right answers far from ours: other algebra, other precision, other types, in place
-    "token_logprobs": [
-        "    hot = torch.eye(logits.shape[-1])[input_ids[:, 1:]].to(logits.dtype)\n"
-        "    return torch.einsum('btv,btv->bt', logits[:, :-1].log_softmax(-1), hot)\n"
-    ],
     "completion_mask": [
         "    out = []\n"
         "    for c, d in turns:\n"
@@ -93,13 +89,6 @@ OTHERWISE = {  # right answers far from ours: other algebra, other precision, ot
         "        returns[m] -= returns[m].mean()\n"
         "        returns[m] /= s\n"
         "    return returns.double()\n"
-    ],
-    "clipped_loss": [
-        "    ts = []\n"
-        "    for x, o, a in zip(logprobs[mask], old_logprobs[mask], advantages[mask]):\n"
-        "        r = (x - o).exp()\n"
-        "        ts.append(min(r * a, torch.clip(r, 1 - clip, 1 + clip) * a))\n"
-        "    return -sum(ts) / len(ts)\n"
     ],
     "sample": [
         "ids = torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(-1)",
