@@ -54,7 +54,7 @@ from core.batching import (
 )
 from core.loop import notebook
 from core.loop.before import begin
-from core.loop.off import regularizers, score
+from core.loop.off import regularizers, score_first
 from core.loop.open import open_run
 from core.loop.play import play
 from core.loop.run import Run
@@ -68,16 +68,16 @@ def main(cfg: Config) -> int:
         cfg, policy, optimizer, algorithm = run.cfg, run.policy, run.optimizer, run.algorithm
         for update, stats in run.updates():  # evaluates before update 1; yields 1, 2, ..
             # 1. Sample G rollouts for each of P tasks; the environment rewards each turn
-            sampled, rollouts = play(run, update)  # all, and those whose environment did not fail
-            batch = to_tokens(rollouts)  # their S sampled tokens
-            score(run, batch)  # off: π_old before several steps, PPO's values, --kl-coef's π_ref
+            sampled, trained = play(run, update)  # all, and those whose environment did not fail
+            batch = to_tokens(trained)  # their S sampled tokens
+            score_first(run, batch)  # off: π_old before several steps; values; --kl-coef
 
             # 2. Compare them: rewards to advantages [S], and what else compute_loss needs
             shape_rewards(cfg, batch)  # off: --gamma, --mask-truncated-completions
             add_advantages(batch, algorithm.compute_advantages(batch, cfg.options))
 
             # 3. A gradient step on all of them; off: several, --num-epochs times --num-minibatches
-            for minibatch in minibatches(cfg, len(rollouts), update):
+            for minibatch in minibatches(cfg, len(trained), update):
                 # the loss of a step is a sum over tokens, weighted by default by 1 / their number,
                 # so the gradients of its micro-batches add up to the gradient of the step
                 batch.token_weights = token_weights(

@@ -69,7 +69,7 @@ class LetterCounting(Env):
         return [user(f"{question} Work it out, then end with <answer>{form}</answer>.")]
 
     def step(self, response: str) -> Step:
-        reward = score(response, self.counts)
+        reward = reward_of(response, self.counts)
         spelled_out = "[^a-z]+".join(self.word)  # all letters in order, separated
         worked = re.search(spelled_out, response) is not None
         info = {"correct": reward == 1.0, "worked": worked}
@@ -94,14 +94,14 @@ class LetterCounting(Env):
         return _answer(dict.fromkeys(self.counts, 1))
 
 
-def score(response: str, counts: dict[str, int]) -> float:
+def reward_of(response: str, counts: dict[str, int]) -> float:
     """Returns the reward of `response`; `counts` holds the correct answer.
 
-    >>> score("r1 r2 r3 <answer>3</answer>", {"r": 3})
+    >>> reward_of("r1 r2 r3 <answer>3</answer>", {"r": 3})
     1.0
-    >>> round(score('<answer>{"r": 3, "s": 0}</answer>', {"r": 3, "s": 1}), 2)
+    >>> round(reward_of('<answer>{"r": 3, "s": 0}</answer>', {"r": 3, "s": 1}), 2)
     0.55
-    >>> score("<answer>3</answer> or <answer>4</answer>", {"r": 3})
+    >>> reward_of("<answer>3</answer> or <answer>4</answer>", {"r": 3})
     0.0
     """
     if response.count("<answer>") != 1 or response.count("</answer>") != 1:

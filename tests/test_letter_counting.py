@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from environments.letter_counting import LetterCounting, score
+from environments.letter_counting import LetterCounting, reward_of
 from environments.letter_words import TIERS
 
 QUESTION = re.compile(r'How many ([a-z, ]+) in "([a-z]+)"\?')
@@ -45,4 +45,4 @@ ONE, TWO = {"r": 3}, {"r": 3, "s": 0}
     ("<answer>3", ONE, 0.0), (answer("true"), {"r": 1}, 0.0), (answer("3.0"), ONE, 0.0),
 ])  # fmt: skip
 def test_score_follows_the_reward_table(response, counts, reward):
-    assert score(response, counts) == pytest.approx(reward, abs=1e-9)
+    assert reward_of(response, counts) == pytest.approx(reward, abs=1e-9)

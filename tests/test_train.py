@@ -95,13 +95,13 @@ def test_a_run_writes_all_its_files(whole_run):
 
 def test_the_report_is_there_before_update_1(command, monkeypatch):
     """Evaluations write it again, here after update 2."""
-    pages, score = [], train.score
+    pages, score = [], train.score_first
 
     def look(run, batch):
         pages.append((run.outputs.folder / "report.html").read_text(encoding="utf-8"))
         score(run, batch)
 
-    monkeypatch.setattr(train, "score", look)
+    monkeypatch.setattr(train, "score_first", look)
     _, out, _ = command("--run-name", "a", *SMALL)
     assert "report: runs/a/report.html  (there before update 1; reload it)\n" in out
     done = [int(page.partition('"num_updates":')[2][0]) for page in pages]

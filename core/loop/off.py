@@ -9,7 +9,7 @@ from core.loop.run import Run
 from core.scoring import score_tokens
 
 
-def score(run: Run, batch: Batch) -> None:
+def score_first(run: Run, batch: Batch) -> None:
     """Sets π_old and PPO's values where they are needed before the first step, and π_ref.
 
     π_old is needed then if there are several steps, a value head, or advantages made of it.
