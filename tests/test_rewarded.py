@@ -158,6 +158,7 @@ def globals_of(spec):
     ("accuracy brief sometimes", {"weights": "2 .5 1"}, [2.9, 0.45, 0.5], [1, 0, 0]),
     ("sometimes", {}, [0.5, None, 0.5], [0, None, 0]), ("nans", {}, [0.5, None, 0.5], [0, None, 0]),
     ("sometimes accuracy", {"threshold": 0.5}, [1.5, 0, 0.5], [1, 0, 1]),
+    ("sometimes halved", {"threshold": 0.5}, [1, 0.5, 1], [1, 1, 1]),
     ("halved accuracy", {}, [1.5, 0.5, 0.5], [0, 0, 0]),
     ("halved accuracy", {"correct": "accuracy"}, [1.5, 0.5, 0.5], [1, 0, 0]),
     ("accuracy", {"correct": "rewards.py:halved", "threshold": 0.5}, [1, 0, 0], [1, 1, 1]),
@@ -490,15 +491,6 @@ def test_a_run_tells_functions_its_progress_and_evaluates_on_a_file_of_its_own(c
     assert opened[:4] == [f"Say {n}." for n in range(100, 104)]
 
 
-def test_rows_that_cannot_be_rendered_give_their_place_to_others(command):
-    wrong = [{"prompt": [{"role": "judge", "content": "a"}]}]
-    wrong += [{"prompt": f"{n} " * 5000} for n in range(9)]  # longer than the context
-    write("some.jsonl", [*wrong, *ROWS[:9]])
-    options = "--num-prompts", 8, "--num-updates", 1, "--max-tokens", 2, "--eval-num-tasks", 0
-    code, out, err = command("--env", spec_of("zero", "some.jsonl"), *options)
-    assert code == 0 and "another task takes its place" in out and "failed" not in out + err
-
-
 OF_TINY = "<|user|>{}<|end|><|assistant|>Let me think.<think>"
 OF_OTHERS = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nLet me think.\n<think>"
 
@@ -549,11 +541,11 @@ class Letters(Scripted):
         return replace(super().complete(request), text="abcdefgh"[self.answered - 1])
 
 
-def play(policy, spec, others=(), seeds=(1, 1, 2), **options):
+def play(policy, spec, others=()):
     """Rollouts of one batch, and the variables of the reward function's module."""
-    tasks = [Task(spec, seed, seed) for seed in seeds] + [Task(env, 0, 9) for env in others]
-    collector = RolloutCollector(policy, 1, **options)
-    return collector.collect(tasks, Letters(policy), SamplingParams(4)), globals_of(spec)
+    tasks = [Task(spec, seed, seed) for seed in (1, 1, 2)] + [Task(env, 0, 9) for env in others]
+    rollouts = RolloutCollector(policy, 1).collect(tasks, Letters(policy), SamplingParams(4))
+    return rollouts, globals_of(spec)
 
 
 def test_functions_are_called_once_per_batch_with_lists(policy):
@@ -580,12 +572,6 @@ def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
         {"share": 1.0, "seen": 1.0, "letter": letter, "scores": [1.0, 1.0], "correct": True,
          "reward_trl": 1.0, "reward_array": float(n)} for n, letter in enumerate("ABC")
     ]  # fmt: skip
-
-
-def test_a_call_that_waits_ends_at_its_limit(policy):
-    rollouts, _ = play(policy, spec_of("meets"), ["letter_counting"], env_timeout=3)
-    said = "TimeLimit: no answer in 3 seconds (--env-timeout)"
-    assert [r.error[: len(said)] for r in rollouts] == [said] * 3 + [""]
 
 
 def test_a_completion_is_what_was_sampled_without_the_prefill(policy):
@@ -677,9 +663,9 @@ def test_functions_read_the_turns_with_tools_also_of_an_episode_that_is_cut_off(
     assert rollout.episode_return == pytest.approx(start + total)
     assert rollout.info["tool_calls"] == num_calls
     assert rollout.episode_truncated is (last not in ("Done.", None))
-    if last == "Done.":
-        said = [m["role"] for m in globals_of(COUNTING)["calls"][0]]
-        assert said == "assistant tool tool assistant tool assistant".split()
-        first, result, *_ = globals_of(COUNTING)["calls"][0]
+    if last:
+        [(first, result, *rest)] = globals_of(COUNTING)["calls"]
+        roles = "tool assistant tool assistant" + " tool" * (last != "Done.")
+        assert [m["role"] for m in rest] == roles.split()
         assert result == {"role": "tool", "name": "add", "content": f"now {start + 2}"}
         assert [c["function"]["name"] for c in first["tool_calls"]] == ["add", "multiply"]
