@@ -27,8 +27,7 @@ from core.policy import Policy
 from core.scoring import predict
 
 PROBE_TOKENS = 64  # of the short pass that measures bytes per token
-MIN_BUDGET, MAX_BUDGET = 1024, {"cuda": 65536}  # tokens; larger micro-batches are no faster
-CPU_BUDGET = 8192  # the most tokens elsewhere
+MIN_BUDGET, CPU_BUDGET, GPU_BUDGET = 1024, 8192, 65536  # tokens; with more it is no faster
 # of free memory; the rest: gradients of activations, fragmentation, vLLM's graphs, other programs
 USABLE = {"cuda": 0.7, "cpu": 0.25}
 RAISES = {"cuda"}  # devices that raise when memory is full; Linux ends a process instead
@@ -45,7 +44,7 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
     if cfg.gradient_checkpointing == "on":
         checkpoint_layers(policy)
     kind, lines = policy.device.type, list[str]()
-    most = MAX_BUDGET.get(kind, CPU_BUDGET)
+    most = GPU_BUDGET if kind == "cuda" else CPU_BUDGET
     if (free := free_bytes(policy.device)) is not None:
         room = USABLE[kind] * (free - future_bytes - LOGIT_COPIES * 4 * policy.max_logits)
         per_token = bytes_per_token(policy)

@@ -90,7 +90,6 @@ def float16_weight(num=2, value=1.0):
 
 
 def test_loss_scaling_keeps_float16_gradients_that_would_round_to_zero():
-    assert (torch.full((8,), 1e-8).half() == 0).all()
     weight, optimizer = float16_weight(8, 0.5)
     optimizer.backward((weight.float() * 1e-8).sum())
     norm, stepped = optimizer.clip_and_step(max_norm=0)
@@ -132,15 +131,6 @@ def test_the_scale_doubles_after_many_steps_and_is_a_part_of_the_state():
     assert (other.loss_scale, other.steps_at_scale) == (2 * FIRST_SCALE, 1)
 
 
-def test_the_first_step_moves_each_weight_by_the_learning_rate_and_none_decays(policy):
-    optimizer = make_optimizer(policy, 0.1)
-    before = {n: p.detach().clone() for n, p in policy.trainable().items()}
-    optimizer.backward(sum(p.sum() for p in policy.trainable().values()))
-    optimizer.clip_and_step(0.0)
-    for name, p in policy.trainable().items():
-        torch.testing.assert_close(p.detach(), before[name] - 0.1, rtol=0, atol=1e-6)
-
-
 def test_a_loss_that_no_output_changes_needs_no_backward_pass():
     weight = nn.Parameter(torch.ones(2))
     optimizer, output = MasterAdamW([{"params": [weight], "lr": LR}]), weight * 2
@@ -150,17 +140,16 @@ def test_a_loss_that_no_output_changes_needs_no_backward_pass():
     assert weight.grad.tolist() == [6, 6]
 
 
-def test_a_step_without_any_gradient_moves_nothing(policy):
-    """After a first step AdamW's moments would move the weights although the gradient is 0."""
+def test_the_first_step_moves_each_weight_by_the_learning_rate_and_none_without_gradient(policy):
+    """Without a gradient AdamW's moments would move the weights all the same; nothing decays."""
     optimizer = make_optimizer(policy, 0.1)
-    for wanted in (True, False):
+    for factor in (1.0, 0.0):
         before = {n: p.detach().clone() for n, p in policy.trainable().items()}
-        loss = sum(p.square().sum() for p in policy.trainable().values())
-        optimizer.backward(loss * float(wanted))
-        norm, stepped = optimizer.clip_and_step(1.0)
-        assert stepped == (norm > 0) == wanted
-        moved = [not torch.equal(p, before[n]) for n, p in policy.trainable().items()]
-        assert any(moved) == wanted
+        optimizer.backward(factor * sum(p.sum() for p in policy.trainable().values()))
+        norm, stepped = optimizer.clip_and_step(0.0)
+        assert stepped == (norm > 0) == bool(factor)
+        for name, p in policy.trainable().items():
+            torch.testing.assert_close(p.detach(), before[name] - 0.1 * factor, rtol=0, atol=1e-6)
 
 
 @needs_bitsandbytes

@@ -15,7 +15,7 @@ import torch
 from test_chat_template import EACH, HI, byte_tokenizer, opens, template_of, trl
 from test_episodes import AtOnce
 
-from core.chat_template import clean_message, end_of_turn_id, has_tool_format, prompt_ids
+from core.chat_template import end_of_turn_id, has_tool_format, prompt_ids
 from core.episodes import RolloutCollector
 from core.extras import programs, tools
 from core.faults import UsageError
@@ -206,10 +206,8 @@ def test_calls_are_read_and_written_in_the_format_of_the_model(name):
 
 def test_a_call_may_quote_a_call():
     texts = ["</tool_call><tool_call>{", 'a "b"']
-    [first, second] = tools.read_calls(
-        tokenizer_of("qwen"), "\n".join(call_text("repeat", text=text) for text in texts)
-    )
-    assert [first.arguments["text"], second.arguments["text"]] == texts
+    calls = tools.read_calls(tokenizer_of("qwen"), "".join(call_text("x", t=t) for t in texts))
+    assert [call.arguments["t"] for call in calls] == texts
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -227,12 +225,8 @@ def test_calls_in_the_history_of_a_prompt_cannot_forge_a_turn(name):
     assert (FAMILIES[name].call if FAMILIES[name].own else call_text("add", a=2, b=3)) in text
     assert read({"name": "add", "arguments": '{"a": 2, "b": 3}'})[0] == text
     assert read({"name": "</s>", "arguments": {"<|im_end|>": "<turn|>"}})[1] == marks
-
-
-def test_calls_that_are_none_are_one_type_error():
-    calls = [{"function": {"name": "add", "arguments": "{"}}]
     with pytest.raises(TypeError, match="a message"):
-        clean_message({"role": "assistant", "content": None, "tool_calls": calls})
+        read({"name": "add", "arguments": "{"})
 
 
 AGENT = """
@@ -259,9 +253,12 @@ def run(task, client):
 def test_results_are_appended_to_the_sampled_ids_by_environments_and_for_programs(
     policy, name, tmp_path
 ):
-    system_prompt = "" if name == "mistral" else "Be kind."  # its template has no system messages
-    family = FAMILIES[name]
+    family, system_prompt = FAMILIES[name], "Be kind."
     with_template(policy, name)
+    if name == "mistral":  # its template has no system messages
+        with pytest.raises(UsageError, match="--system-prompt"):
+            play(policy, system_prompt=system_prompt)
+        system_prompt = ""
     (tmp_path / "agent.py").write_text(AGENT)
     rows = [{"n": n, "tools": schemas(Adder())} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -461,11 +458,6 @@ def test_a_system_prompt_comes_before_every_context(policy):
     alone = [{"role": "system", "content": "Be kind."}, user("Two?")]
     assert sampler.chats == [[both, HI], alone]
     assert sampler.prompts[1] == prompt_ids(policy.tokenizer, alone)
-
-
-def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
-    with pytest.raises(UsageError, match="--system-prompt"):
-        RolloutCollector(with_template(policy, "mistral"), 2, system_prompt="Be kind.")
 
 
 def test_a_run_with_tools_is_shown_evaluated_and_logs_its_calls(command, tmp_path, capsys):
