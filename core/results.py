@@ -8,19 +8,14 @@ Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 
 
 def before_after(records: list[Record]) -> list[tuple[str, Record, Record]]:
-    """For each environment evaluated: its name, and the first and last records that evaluate it.
-
-    What was evaluated before code or data changed is not compared: then it is the first since.
-    """
-    edits = [i for i, r in enumerate(records) if "changed_code" in (r.get("warnings") or {})]
-    since = records[max(edits, default=0) :]
-    evaluated = [r for r in since if "update" in r and any(k.startswith("eval/") for k in r)]
+    """For each environment evaluated: its name, and the first and last records that evaluate it."""
+    evaluated = [r for r in records if "update" in r and any(k.startswith("eval/") for k in r)]
     if not evaluated:
         return []
     first, last = evaluated[0], evaluated[-1]
     both = [k for k in first if k.endswith("/accuracy") and k in last]
     names = [k[len("eval/") : -len("/accuracy")] for k in both if k.startswith("eval/")]
-    return [(n, last if f"eval/{n}/changed" in last else first, last) for n in names]
+    return [(name, first, last) for name in names]
 
 
 def never_right(env: str, records: Sequence[Record]) -> bool:
