@@ -16,6 +16,7 @@ from core.files.run_log import read_records
 from core.sampler import SamplingParams
 from core.workshop import checker
 from core.workshop.as_algorithm import Exercises, Options, load_scratch
+from core.workshop.mistakes import BUG
 
 OPTIONS = grpo.Options("grpo", "group", 0.2, 0.2, "token")
 
@@ -108,12 +109,15 @@ def test_load_uses_the_exercises_that_are_written(tmp_path, monkeypatch, number,
     assert (algorithm.draw is sampler.draw) == ("8" not in used)
 
 
-def test_load_allows_wrong_exercises_with_a_remark(tmp_path, monkeypatch):
+def test_load_allows_wrong_exercises_and_the_bug_of_10_with_a_remark(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = solved().replace("ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 - clip)")
-    Path("scratch.py").write_text(text.replace("optimizer.step()", "pass"), encoding="utf-8")
-    (remark,) = load_scratch(Config(algo="scratch", options=Options())).remarks  # 9 is not used
-    assert "exercise 5 (clipped_loss)" in remark
+    text = text.replace("optimizer.step()", "pass").replace(*BUG)
+    Path("scratch.py").write_text(text, encoding="utf-8")
+    remarks = load_scratch(Config(algo="scratch", options=Options("10"))).remarks  # 9 is not used
+    assert [remark.split(" is ")[0] for remark in remarks] == [
+        "exercise 5 (clipped_loss)", "exercise 10 (advantages_of_tokens)",
+    ]  # fmt: skip
 
 
 SHORT = """--num-updates 1 --num-prompts 2 --group-size 4 --num-epochs 2
