@@ -245,7 +245,7 @@ class Rewarded(Env):
             with _named(name):
                 values[name] = _numbers(numbers, len(batch))
         by_completion = [
-            {name: numbers[i] for name, numbers in values.items() if numbers[i] is not None}
+            {name: x for name, numbers in values.items() if (x := numbers[i]) is not None}
             for i in range(len(batch))
         ]
         return [*map(cls.to_step, batch, by_completion, logged)]

@@ -22,7 +22,6 @@ weights. Neither loss has a term for the reward; arXiv:2606.04036 adds GRPO's, a
     python train.py --config runs/feedback/copy.yaml
 """
 
-from collections.abc import Set
 from dataclasses import dataclass
 from math import log
 from typing import Literal
@@ -41,16 +40,12 @@ compute_advantages = grpo.compute_advantages
 class Options(grpo.Options):
     """Options of SDPO, beside those of GRPO."""
 
+    needs = grpo.Options.needs | {"feedback"}
     coef: Coefficient = 1.0
     """Coefficient of the divergence from the teacher."""
     kind: Literal["forward", "reverse", "jsd"] = "forward"
     """forward: KL(teacher ‖ policy), which spreads over all that the teacher might say; reverse:
     KL(policy ‖ teacher); jsd: the mean of both KLs to the mean of the two."""
-
-    @property
-    def needs(self) -> Set[str]:
-        """What GRPO needs, and `feedback` (core/algorithm.py)."""
-        return super().needs | {"feedback"}
 
     def divergence(self, logprobs: Tensor, teacher: Tensor) -> Tensor:
         """[n] nats, from the log-probs of policy and teacher [n, V], which has no gradient.

@@ -77,7 +77,7 @@ def execute(args: list[str], file: Path = FILE) -> int:
         print_hint(EXERCISES[number - 1], step)
         return 0
     torch.set_printoptions(precision=4, threshold=40, linewidth=90, sci_mode=False)
-    faulthandler.dump_traceback_later(SLOW, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(SLOW, file=sys.__stderr__ or sys.stderr)
     try:
         verdicts = check_all(load(file))
     except UsageError as error:

@@ -258,7 +258,9 @@ def message_of(message: Json) -> Json:
     calls = [call_of(c.get("id"), **c["function"]) for c in message.get("tool_calls") or []]
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [content]
-    texts = [p.get("text", p.get("refusal")) if isinstance(p, dict) else p for p in parts]
+    texts: list[Any] = [
+        p.get("text", p.get("refusal")) if isinstance(p, dict) else p for p in parts
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("only contents of text are supported")
     return {"role": role, "content": "".join(texts), "calls": calls,
@@ -328,9 +330,10 @@ def chat_chunk(answer: Json) -> Json:
 def messages_of_response(session: Session, body: Json) -> Json:
     """A request of the Responses API as one of chat completions. `kept`: the messages without the
     instructions, which are of this request alone."""
-    messages = [dict(m) for m in session.responses.get(body.get("previous_response_id"), [])]
-    if body.get("previous_response_id") and not messages:
-        raise TypeError(f"there is no response {body['previous_response_id']!r:.60}")
+    previous = body.get("previous_response_id") or ""
+    messages = [dict(m) for m in session.responses.get(previous, [])]
+    if previous and not messages:
+        raise TypeError(f"there is no response {previous!r:.60}")
     items = body.get("input") or []
     for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
         kind = item.get("type", "message")
@@ -384,6 +387,7 @@ def response_events(answer: Json) -> Iterator[tuple[str, Json]]:
     yield "created", {"response": answer | {"status": "in_progress", "output": []}}
     for index, item in enumerate(answer["output"]):
         place: Json = {"output_index": index, "item_id": item["id"]}
+        begun: Json
         if item["type"] == "message":
             [part] = item["content"]
             place, begun, text = place | {"content_index": 0}, {"content": []}, part["text"]

@@ -106,7 +106,8 @@ class Remote(Env):
 
         If anything fails, kills the server and raises RemoteError or EnvFailure.
         """
-        timeout, problem, kind = self.timeout, "no answer within the timeout", EnvFailure
+        timeout, problem = self.timeout, "no answer within the timeout"
+        kind: type[Exception] = EnvFailure
         if self.process is None:
             self._start()
             timeout *= STARTUP_FACTOR

@@ -68,7 +68,7 @@ def _read_json(file: Path, split: str) -> list[tuple[int, Row]]:
         whole = lists.get(split, next(iter(lists.values()), None) if len(lists) == 1 else None)
         if len(lists) > 1 and whole is None:
             raise UsageError(f"{file.name} has no split {split!r}; it has {', '.join(lists)}")
-    if _are_rows(whole):
+    if whole is not None and _are_rows(whole):
         return [*enumerate(whole, 1)]
     rows: list[tuple[int, Row]] = []
     for number, line in enumerate(text.split("\n"), 1):
