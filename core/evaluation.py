@@ -11,6 +11,7 @@ import statistics
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from core import metrics
@@ -99,7 +100,8 @@ def comparisons(
         first = progress.setdefault("first_correct", {}).setdefault(env, now)
         for seat, episodes in metrics.by_seat(own).items():
             both = [r for r in episodes if keys[id(r)] in first]
-            before = metrics.task_means(both, distinct, lambda r, f=first, k=keys: f[k[id(r)]])
+            solved = {id(r): float(first[keys[id(r)]]) for r in both}
+            before = metrics.task_means(both, distinct, partial(_looked_up, solved))
             after = metrics.task_means(both, distinct, metrics.is_correct)
             changes = [after[task] - before[task] for task in before]
             if both:
@@ -133,3 +135,7 @@ def trivial_accuracy(
             return None
     episodes = played(play_trivial(tasks))
     return statistics.fmean(metrics.task_means(episodes, distinct, metrics.is_correct).values())
+
+
+def _looked_up(values: dict[int, float], rollout: Rollout) -> float:
+    return values[id(rollout)]

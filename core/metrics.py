@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -235,6 +236,10 @@ def task_means(
     return {task: statistics.fmean(column) for task, column in values.items()}
 
 
+def _has(key: str, rollout: Rollout) -> bool:
+    return bool(rollout.info.get(key))
+
+
 def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
     """Accuracy and mean return over tasks with their 95% intervals, and length, by environment.
 
@@ -263,7 +268,7 @@ def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
         }
         for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
             if any(key in r.info for r in episodes):
-                has = task_means(episodes, tasks, lambda r, key=key: bool(r.info.get(key)))
+                has = task_means(episodes, tasks, partial(_has, key))
                 metrics[f"eval/{env}/{name}"] = statistics.fmean(has.values())
     return metrics
 
