@@ -306,7 +306,8 @@ def render(
 def has_tool_format(tokenizer: Tokenizer) -> bool:
     """Whether the template writes schemas, calls and results, and picoRL can read such calls."""
     call: dict[str, Any] = {"name": "lookup", "arguments": {"word": "a word"}}
-    asked = {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL | {"function": call}]}
+    calls = [TOOL_CALL | {"function": call}]
+    asked: Message = {"role": "assistant", "content": "", "tool_calls": calls}
     with suppress(UsageError):
         text = _apply(tokenizer, [QUESTION, asked, RESULT], False, [TOOL])
         if TOOL["function"]["description"] in text and RESULT["content"] in text:
