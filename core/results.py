@@ -8,8 +8,14 @@ Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 
 
 def before_after(records: list[Record]) -> list[tuple[str, Record, Record]]:
-    """For each environment evaluated: its name, and the first and last records that evaluate it."""
-    evaluated = [r for r in records if "update" in r and any(k.startswith("eval/") for k in r)]
+    """For each environment evaluated: its name, and the first and last records that evaluate it.
+
+    What was evaluated before a file of the environment changed is not compared: then it is the
+    first since.
+    """
+    edits = [i for i, r in enumerate(records) if "changed_code" in (r.get("warnings") or {})]
+    since = records[max(edits, default=0) :]
+    evaluated = [r for r in since if "update" in r and any(k.startswith("eval/") for k in r)]
     if not evaluated:
         return []
     first, last = evaluated[0], evaluated[-1]

@@ -33,6 +33,11 @@ def trained(after, rewards=lambda n: n / 50, updates=20, **metrics):
     return rows
 
 
+def edited(rows, at):
+    rows[at]["warnings"] = {"changed_code": "rewards.py changed"}
+    return rows
+
+
 SOLVED = evaluation(0.97, p=1e-9)
 EARNS = evaluation(0.0, p=1.0, return_mean=0.7, return_low=0.6, return_high=0.8)
 NO_ANSWER = [{"update": 0} | evaluation(0.0, return_mean=0.4), update(1) | EARNS]
@@ -59,6 +64,14 @@ def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(record
     (found,) = shown(records)
     assert found.text.startswith(text) and step in found.next and bool(step) == bool(found.next)
     assert ("mean return 0.40 -> 0.70 [0.60, 0.80]" in found.text) == (records is NO_ANSWER)
+
+
+def test_what_was_evaluated_before_an_edit_is_not_compared():
+    *_, alone = shown(edited(trained(evaluation(0.5, p=1e-9)), at=3))
+    assert "->" not in alone.text and alone.text.endswith("0.50 [0.45, 0.55]")
+    rows = edited(trained(evaluation(0.5)), at=3)
+    rows[4] |= evaluation(0.3)
+    assert "0.30 [0.25, 0.35] at update 4 -> 0.50" in shown(rows)[-1].text
 
 
 def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):

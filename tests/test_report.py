@@ -121,7 +121,7 @@ def test_a_group_is_one_task_of_one_agent_and_messages_follow_the_prompt(tmp_pat
     assert rollout["rewards"] == [0.25, 0.5]
 
 
-def test_results_are_the_first_and_last_evaluations(tmp_path):
+def test_results_are_the_first_and_last_evaluations_since_the_code_changed(tmp_path):
     last = trained(3)[0] | evaluated(3, 0.9, trivial=0.25)
     metrics = [evaluated(0, 0.2), *trained(1, 2), last, *trained(4)]
     data = report_data(tmp_path, metrics)
@@ -130,6 +130,8 @@ def test_results_are_the_first_and_last_evaluations(tmp_path):
     after = {"update": 3, "accuracy": 0.9, "low": 0.8, "high": 1.0, "trivial": 0.25}
     assert (result["before"], result["after"]) == (before, after)
     assert (result["tokens_to_target"], data["tokens"], data["num_updates"]) == (300, 400, 4)
+    metrics[1]["warnings"] = {"changed_code": "rewards.py"}
+    assert report_data(tmp_path, metrics)["results"][0]["before"] == after
 
 
 def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatch):

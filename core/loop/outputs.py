@@ -87,7 +87,9 @@ def open_outputs(
     progress: dict[str, Any], new: bool,
 ) -> Iterator[Outputs]:  # fmt: skip
     """The outputs, open. Drops the records after the checkpoint, writes config.yaml, keeps a copy
-    of the algorithm's file, and says which settings a resume has changed."""
+    of the algorithm's file, and says which settings a resume has changed. If a file of an
+    environment has changed, the tasks may be others: later evaluations are compared with the first
+    one since."""
     distributed.broadcast_from_rank_0(lambda: rewind(log_dir, progress))
     changed = {} if new or log_dir != folder else changed_settings(cfg, folder)
     settings = config_to_dict(cfg)
@@ -95,6 +97,12 @@ def open_outputs(
     if FOLDER not in algorithm.file.parents:  # a file of the user's
         with suppress(shutil.SameFileError):
             shutil.copy(algorithm.file, log_dir)
+    files = {env.short: env.checksum() for env in (*cfg.env, *cfg.eval_env)}
+    if edited := [env for env, old in progress.get("files", {}).items() if files.get(env) != old]:
+        progress.pop("first_correct", None)
+        progress["changed_code"] = (f"a file of {', '.join(edited)} has changed: accuracies before "
+                                    "and after are of different tasks")  # fmt: skip
+    progress["files"] = files
     quiet = log_dir != folder
     algo = title_of(cfg.algo, algorithm.variant or cfg.options.loss_type)
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""

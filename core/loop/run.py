@@ -213,6 +213,8 @@ class Run:
         warnings = distributed.broadcast_from_rank_0(
             lambda: diagnostics.new_warnings(self.history, cfg)
         )
+        if line := self.progress.pop("changed_code", ""):
+            warnings["changed_code"] = line
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
         if warnings:

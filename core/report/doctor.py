@@ -75,7 +75,8 @@ def _accuracy(env: str, first: Record, last: Record) -> str:
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
     text, notes = f"held-out accuracy on {env} [95%]: {before}", list[str]()
     if last is not first:
-        text += f" before RL -> {after} after {last['update']} updates"
+        when = f"at update {first['update']}" if first["update"] else "before RL"
+        text += f" {when} -> {after} after {last['update']} updates"
         if never_right(env, (first, last)):
             text = f"No answer counts as right: {text}"
             notes.append(f"mean return {return_of(env, first)} -> {return_of(env, last)}")

@@ -27,6 +27,7 @@ import re
 import sys
 import sysconfig
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -206,6 +207,18 @@ class EnvSpec:
         file = FILE.fullmatch(self.name)
         name = change(file[1], "") + file[2] if file else self.name
         return EnvSpec(name, {key: changed(key, text) for key, text in self.options.items()})
+
+    def checksum(self) -> int:
+        """Of the contents of the files that the spec names, such as FILE.py and that of `data=`."""
+        contents: list[bytes] = []
+
+        def note(path: str, _: str) -> str:
+            if Path(path).is_file():
+                contents.append(Path(path).read_bytes())
+            return path
+
+        self.with_paths(note)
+        return zlib.crc32(b"".join(contents))
 
     @property
     def opponent(self) -> str:
