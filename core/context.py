@@ -129,8 +129,6 @@ class Agent:
         if answer is None:
             raise TypeError("the environment has no demonstration")
         found = self.renderer.demonstration(answer) if isinstance(answer, str) else answer
-        if not isinstance(found, Completion):
-            raise TypeError(f"the demonstration is {type(found).__name__}, not a text")
         if found.finish_reason == "error":
             raise EnvFailure(found.text)
         prompt, ids = self.prompt_ids, found.token_ids

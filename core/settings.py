@@ -239,7 +239,7 @@ def _load(file: Path, loader: Any) -> dict[str, Any]:
         settings = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{file}: not YAML in UTF-8 (indented with spaces): {reason}") from None
     if not isinstance(settings, dict):

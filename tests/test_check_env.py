@@ -35,16 +35,6 @@ class Hashed(Echo):
         return [user(f"Repeat {self.number}.")]
 
 
-class Begun(Echo):
-    """The answer begins with what the environment gives; `step` gets all of it."""
-
-    def reset(self, seed):
-        return [*super().reset(seed), {"role": "assistant", "content": "It is "}]
-
-    def step(self, response):
-        return super().step(response.removeprefix("It is ") * response.startswith("It is "))
-
-
 class Pair(MultiAgentEnv):
     """Two agents answer at once; `seats` get a Step."""
 
@@ -92,7 +82,6 @@ PROBLEMS = {
     "step() never returned a Step for b": (Pair, {"seats": ("a",)}),
     "b acts, but is not one of a": (Pair, {"agents": ("a",)}),
     "none of 3 demonstrations succeeds": (Echo, {"step": ends(1.0, True, correct=False)}),
-    "returned no messages": (Echo, {"reset": lambda self, seed: []}),
 }
 WARNINGS = {
     'without a bool info["correct"]': (Echo, {"step": ends(0.0, True)}),
@@ -118,7 +107,6 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures(monkeypatch
     assert report.openings > 595 and report.held_out > 295 and report.shared == 0
     pair = report_of(Pair, monkeypatch)
     assert pair.problems == [] and pair.rewards == (0.5, 0.5)
-    assert report_of(Begun, monkeypatch).demonstrations == [(1.0, True)] * 3
 
 
 @pytest.mark.parametrize("words", [*PROBLEMS, *WARNINGS])

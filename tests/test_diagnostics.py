@@ -8,12 +8,10 @@ import pytest
 
 from algorithms import grpo
 from core import diagnostics
-from core.config import KNOWN, Config, resolve
+from core.config import Config, resolve
 from core.files.run_log import read_records
-from core.invariants import FACTS, Fact
 
 RUNS = Path(__file__).parent.parent / "runs"
-ROWS = [fact for fact in (*FACTS, *diagnostics.SYMPTOMS) if isinstance(fact, Fact)]
 FINE = {  # an update of which no fact is broken
     "groups/zero_std_fraction": 0.5, "groups/all_right": 0.2, "reward/correct": 0.5,
     "tokens/trained": 99, "tokens/sampled": 99, "update/steps": 1, "update/skipped": 0,
@@ -64,29 +62,26 @@ def test_healthy_runs_end_without_a_warning(pattern):
     assert files and found == {file.name: [] for file in files}
 
 
-LIMITS = [
-    pytest.param(fact, sign, id=f"{fact.name} {fact.limit.metric} {sign}")
-    for fact in ROWS
-    for sign, end in ((-1, fact.limit.low), (1, fact.limit.high))
-    # where a metric ends, such as a fraction at 0 and 1, is no limit
-    if math.isfinite(end)
-    and ((sign, end) not in [(-1, 0), (1, 1)] or "openings" in fact.limit.metric)
+LIMITS = [  # a metric within its limit and beyond it, and the update that it is named at
+    ("demonstrations_wrong", "demonstrations/right", 1.0, 0.99, 1),
+    ("prompts_differ", "groups/prompts_differ", 0.0, 0.01, 1),
+    ("reward_differs", "reward/judged_otherwise", 0.0, 0.01, 1),
+    ("reward_differs", "reward/unequal", 0.0, 0.01, 1),
+    ("no_end_token", "length/no_end", 0.0, 0.01, 1),
+    ("same_tasks", "groups/repeated", 0.99, 1.0, 2),
+    ("stale_weights", "gap/canary", 0.29, 0.31, 2),
+    ("advantages_uneven", "groups/advantage_sum", 9e-4, 2e-3, 2),
+    ("passes_lost", "grad/passes", 0.96, 0.94, 2),
+    ("passes_lost", "grad/passes", 1.04, 1.06, 2),
+    ("kl_runaway", "update/moved", 0.29, 0.31, 3),
+    ("never_stops", "length/hit_token_limit", 0.94, 0.96, 3),
 ]
 
 
-@pytest.mark.parametrize(("fact", "sign"), LIMITS)
-def test_a_limit_has_two_sides_and_only_its_fact_is_raised(fact, sign):
-    metric, low, high, at = fact.limit
-    end, width = high if sign > 0 else low, high - low
-    step = sign * 0.02 * (width if 0 < width < math.inf else abs(end) or 1)
-    at += fact.name == "weights_unchanged"  # new adapters have no gradient in update 1
-    for value, expected in ((end - step * (width > 0), []), (end + step, [(fact.name, at)])):
-        records = run_of(6, **FINE | {metric: value})
-        if metric.startswith("*/"):
-            of_eval = EVAL | {metric[2:]: value}
-            records[at] |= {f"eval/e:k=1/{key}": value for key, value in of_eval.items()}
-        found = raised(records)
-        assert found == expected or (fact.name not in dict(found) and not expected)
+@pytest.mark.parametrize(("name", "metric", "fine", "broken", "at"), LIMITS)
+def test_a_metric_beyond_its_limit_is_named(name, metric, fine, broken, at):
+    assert raised(run_of(6, **FINE | {metric: fine})) == []
+    assert raised(run_of(6, **FINE | {metric: broken})) == [(name, at)]
 
 
 def test_a_row_shows_its_number_and_its_example_and_wants_all_updates_to_agree():
@@ -153,7 +148,6 @@ def test_where_a_fact_holds_and_where_not(name, broken, kept, settings):
     ("answers_unchanged", {"same_answers": 0.9}, {"same_answers": 1.0}),
     ("answers_unchanged", {"same_answers": 1.0, "tokens_mean": 2}, {"same_answers": 1.0}),
     ("tasks_missing", {"played": 64}, {"played": 63}),
-    ("held_out_seen", {"seen": 1.0, "openings": 63}, {"seen": 1.0}),
     ("held_out_seen", {"seen": 1.0, "openings": 32, "tasks": 32}, {"seen": 1.0}),
 ])  # fmt: skip
 def test_facts_of_evaluations(name, fine, wrong):
@@ -172,8 +166,6 @@ def test_rising_reward_with_falling_accuracy_is_a_warning():
     overlapping = {0: 0.5, 10: 0.7, 20: 0.61}
     assert raised(run_of(25, overlapping, reward__mean=reward)) == []
     assert raised(run_of(25, fell, reward__mean=lambda u: 2 - reward(u))) == []  # both fall
-    noise = run_of(25, fell, reward__mean=lambda u: 0.5 + 0.01 * (u > 10) + 0.1 * (-1) ** u)
-    assert raised(noise) == []
     too_close = {0: 0.1, 10: 0.9, 19: 0.1}  # fewer than two windows apart
     assert raised(run_of(25, too_close, reward__mean=reward)) == []
 
@@ -199,7 +191,6 @@ def test_missing_and_non_finite_values_raise_no_warning(value):
 @pytest.mark.parametrize(("earned", "found"), [
     ({}, ("no_reward", 3)),
     ({"reward/min": -1.0, "reward/max": -1.0}, ("no_reward", 3)),
-    ({"reward/min": 0.5, "reward/max": 0.5}, ("dead_groups", 3)),
     ({"reward/min": 1.0, "reward/max": 1.0, "groups/all_right": 1.0}, ("dead_groups", 3)),
     ({"reward/max": lambda update: 0.5 if update == 2 else 0.0}, ("dead_groups", 5)),
 ])  # fmt: skip
@@ -211,18 +202,6 @@ def test_returns_that_are_always_equal_are_named_once(algo, earned, found):
     assert raised(run_of(9, **nothing | earned), algo=algo) == expected
 
 
-def test_without_a_reward_the_environments_that_tiny_knows_are_named():
-    made = (RUNS / "pretrain_tiny/README.md").read_text(encoding="utf-8")
-    demonstrated = made.partition("--env")[2].partition("```")[0].split()
-    known = {spec for spec in demonstrated if not spec.startswith("reward_hacking:")}
-    assert {*KNOWN} == known
-    records = run_of(3, reward__min=0.0, reward__max=0.0)
-    for settings, named in (({"env": ("compose",)}, True), ({}, False),
-                            ({"env": ("compose",), "model_id": "me/mine"}, False)):  # fmt: skip
-        line = diagnostics.new_warnings(records, resolve(Config(**settings)))["no_reward"]
-        assert all(spec in line for spec in known) == named
-
-
 @pytest.mark.parametrize(
     ("changes", "updates"),
     [
@@ -230,7 +209,6 @@ def test_without_a_reward_the_environments_that_tiny_knows_are_named():
         ({"reward/std": 0.7}, None),  # 0.52 of 0.7
         ({"reward/mean": lambda u: {1: 0.62, 3: 0.5}.get(u, 0.1)}, 6),  # back for a moment
         ({"groups/level": lambda u: u}, None),  # a curriculum
-        ({"reward/mean": math.nan}, None),
     ],
 )
 def test_a_reward_that_falls_below_its_start_is_a_warning(changes, updates):
@@ -240,7 +218,6 @@ def test_a_reward_that_falls_below_its_start_is_a_warning(changes, updates):
     assert raised(records, num_prompts=4) == []  # the mean of few rollouts is too uncertain
 
 
-@pytest.mark.parametrize(("later", "found"), [(0.39, "below_start"), (0.41, None), (0.6, None)])
-def test_a_held_out_accuracy_below_its_start_is_a_warning(later, found):
-    records = run_of(9, {0: 0.5, 5: later})
-    assert raised(records) == ([(found, 5)] if found else [])
+def test_a_held_out_accuracy_below_its_start_is_a_warning():
+    assert raised(run_of(9, {0: 0.5, 5: 0.39})) == [("below_start", 5)]
+    assert raised(run_of(9, {0: 0.5, 5: 0.41})) == []

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -98,36 +96,6 @@ def test_several_ranks_train_as_one(tmp_path, case, ranks):
     assert seen[0] == seen[1]
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run_with_one_line_and_a_resume_goes_on(tmp_path):
-    flags = [*SMALL, "--num-updates", "4", "--run-name", "a"]
-    (tmp_path / "whole").mkdir()
-    code, _, err = finish(launch(tmp_path / "whole", *flags))
-    assert code == 0, err
-
-    killed = launch(tmp_path, *flags)
-    kill_a_rank(tmp_path / "runs" / "a", killed)
-    code, _, err = finish(killed)
-    assert code != 0 and err.count("another rank died") == 1, err
-    code, _, err = finish(launch(tmp_path, "--resume", "runs/a"))
-    assert code == 0, err
-    assert_alike(metrics_of(tmp_path / "whole" / "runs" / "a"), metrics_of(tmp_path / "runs" / "a"))
-
-
-def kill_a_rank(run, launched):
-    """Kill the second rank once the first update is saved."""
-    for _ in range(1200):
-        if any(p.name >= "000020-000002" for p in (run / "checkpoint").glob("0*")):
-            break
-        assert launched.poll() is None, launched.communicate()[1]
-        time.sleep(0.1)
-    for pid in Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split():
-        if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b""):
-            os.kill(int(pid), signal.SIGKILL)
-            return
-    raise AssertionError("no second rank")
-
-
 def as_rank(monkeypatch, rank, num_ranks):
     monkeypatch.setenv(distributed.LAUNCHED, "test")
     monkeypatch.setenv("RANK", str(rank))
@@ -156,12 +124,6 @@ def test_each_rank_scores_its_share_of_the_tokens_and_the_sum_is_the_whole(monke
     torch.testing.assert_close(shares[0] + shares[1], whole)
 
 
-def test_a_run_of_several_processes_is_resumed_with_torchrun(monkeypatch):
-    for ranks, launcher in ((1, "python"), (4, "torchrun ..")):
-        as_rank(monkeypatch, 0, ranks)
-        assert run_folder.train_command("--resume", "a") == f"{launcher} train.py --resume a"
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_the_first_rank_of_a_machine_says_that_a_run_stopped(monkeypatch, capsys, rank):
     """torchrun ends all ranks as soon as one has failed, so the others must not be sooner."""
@@ -174,6 +136,12 @@ def test_only_the_first_rank_of_a_machine_says_that_a_run_stopped(monkeypatch, c
     codes = [cli.execute(main, [], parse=lambda _: None) for main in (lambda _: 1, interrupted)]
     assert codes == ([1, 130] if rank == 0 else [0, 0])
     assert capsys.readouterr().out == ("train.py: stopped and saved\n" if rank == 0 else "")
+
+
+def test_a_run_of_several_processes_is_resumed_with_torchrun(monkeypatch):
+    for ranks, launcher in ((1, "python"), (4, "torchrun ..")):
+        as_rank(monkeypatch, 0, ranks)
+        assert run_folder.train_command("--resume", "a") == f"{launcher} train.py --resume a"
 
 
 def test_more_processes_than_gpus_are_one_line(monkeypatch):

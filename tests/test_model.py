@@ -35,23 +35,17 @@ def logits_of(policy):
     return policy.to_logits(policy.hidden_states(IDS)[0])
 
 
-def save_adapters(folder, base, random=False, **options):
-    """Adapters as PEFT saves them; `random`: with which the logits are not the base's."""
+def save_adapters(folder, base, **options):
+    """Adapters as PEFT saves them."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA | options))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_() if random and "lora_B" in name else None
     model.save_pretrained(folder)
-    return model
 
 
 def test_a_run_keeps_its_copy_of_tiny(tmp_path):
     policy = load(folder_of_model("tiny", tmp_path / "base"))
     assert 0.7e6 < sum(p.numel() for p in policy.model.parameters()) < 1.3e6
-    copied = (tmp_path / "base/model.safetensors").read_bytes()
-    assert copied == (PRETRAINED / "model.safetensors").read_bytes()
     (tmp_path / "base/NOTE.txt").touch()
     folder_of_model("tiny", tmp_path / "base")
     assert (tmp_path / "base/NOTE.txt").exists()  # it is not made again
@@ -60,20 +54,10 @@ def test_a_run_keeps_its_copy_of_tiny(tmp_path):
 def test_random_weights_follow_the_seed_until_a_run_has_trained_from_them(tmp_path):
     """As with --resume RUN --seed 1."""
     found = []
-    for base, seed, has_trained in ("a0", 0, 0), ("a1", 1, 0), ("a0", 0, 1), ("b1", 1, 0):
-        folder_of_model("tiny-random", tmp_path / base[0], seed, has_trained)
-        weights = load_file(tmp_path / base[0] / "model.safetensors")
-        found.append(weights["model.layers.0.mlp.up_proj.weight"])
-    assert not torch.equal(found[0], found[1])
-    assert torch.equal(found[1], found[2]) and torch.equal(found[1], found[3])
-
-
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_the_optimizer_contains_every_trainable_parameter(qwen3_folder, lora_rank):
-    policy = load_small(qwen3_folder, lora_rank=lora_rank, value_head=True)
-    optimized = {id(p) for p in make_optimizer(policy, 1e-3).masters}
-    expected = [p for p in policy.model.parameters() if p.requires_grad]
-    assert optimized == {id(p) for p in [*expected, *policy.value_head.parameters()]}
+    for base, seed, has_trained in ("a", 0, 0), ("a", 1, 0), ("a", 0, 1), ("b", 1, 0):
+        folder_of_model("tiny-random", tmp_path / base, seed, has_trained)
+        found.append((tmp_path / base / "model.safetensors").read_bytes())
+    assert found[0] != found[1] == found[2] == found[3]
 
 
 def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder):
@@ -144,7 +128,6 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 35195
 NO_MODELS = {  # what is given, its files, and what the message names
     "lfs": ({"config.json": "{}", "tokenizer.json": POINTER}, "tokenizer.json is a pointer"),
     "torch": ({"config.json": "{}", "pytorch_model.bin": ""}, "save_pretrained"),
-    "gguf": ({"model.gguf": ""}, "GGUF"),
     "gguf/model.gguf": ({}, "GGUF"),
     "models--me--small": ({"snapshots/abc/config.json": "{}"}, "take models--me--small/snapshots"),
     "empty": ({"NOTE.txt": ""}, "a run's is runs/NAME/model"),
@@ -232,21 +215,11 @@ def test_adapters_of_any_kind_of_lora_load_for_training_and_as_the_model_of_a_ru
         assert torch.allclose(theirs(IDS).logits[0], expected, atol=1e-5)
 
 
-def test_adapters_in_the_format_of_torch(qwen3_folder, tmp_path):
-    model = save_adapters(tmp_path, qwen3_folder, random=True)
-    weights = tmp_path / "adapter_model.safetensors"
-    torch.save(load_file(weights), tmp_path / "adapter_model.bin")
-    weights.unlink()
-    found = logits_of(load(tmp_path, lora_rank=2))
-    torch.testing.assert_close(found, model(IDS).logits[0], atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize(("changes", "named"), [
     ({"peft_type": "IA3"}, "adapters of the kind IA3"),
     ({"base_model_name_or_path": None}, "for the base model None"),
     ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter"),
-    ({"base_model_name_or_path": "3 layers", "target_modules": ["q_proj"]},
-     "of another model than .*: 2 weights, such as .*layers.2.*q_proj"),
+    ({"base_model_name_or_path": "3 layers", "target_modules": ["q_proj"]}, "2 weights"),
     ({"base_model_name_or_path": "1 layers"}, "14 weights, such as .*layers.1"),
     ({"base_model_name_or_path": "/nowhere/base"}, "its base /nowhere/base .adapter_config.json"),
 ])  # fmt: skip
@@ -254,7 +227,7 @@ def test_adapters_that_cannot_be_loaded_are_refused(qwen3_folder, tmp_path, chan
     options = {k: v for k, v in changes.items() if k == "target_modules"}
     save_adapters(tmp_path, qwen3_folder, **options)
     saved = json.loads((tmp_path / "adapter_config.json").read_text()) | changes
-    if str(changes.get("base_model_name_or_path")).endswith("layers"):
+    if "layers" in str(changes):
         count = int(changes["base_model_name_or_path"][0])
         other = save_small("Qwen3", tmp_path / "other", num_hidden_layers=count)
         saved["base_model_name_or_path"] = str(other)

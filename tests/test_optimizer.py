@@ -152,14 +152,6 @@ def test_the_first_step_moves_each_weight_by_the_learning_rate_and_none_without_
             torch.testing.assert_close(p.detach(), before[name] - 0.1 * factor, rtol=0, atol=1e-6)
 
 
-@needs_bitsandbytes
-def test_a_moment_of_8_bits_takes_a_byte_and_a_64th_from_the_start():
-    weight = nn.Parameter(torch.ones(256, 256))
-    [moments] = adamw_8bit([{"params": [weight], "lr": LR}]).state.values()
-    each = [moments[name] for name in ("state1", "absmax1", "state2", "absmax2")]
-    assert sum(x.nbytes for x in each) == 2 * (1 + 4 / 256) * 256 * 256
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_optimizer_continues_exactly(kind, dtype):

@@ -20,12 +20,6 @@ from environments import base
 TINY = str(Path(__file__).parents[1] / "core/tiny_weights")
 
 
-def policy_and_optimizer(**settings):
-    cfg = resolve(Config(device="cpu", lr=1e-3, **settings))
-    policy = load_policy(cfg, TINY)
-    return cfg, policy, make_optimizer(policy, cfg.lr)
-
-
 def passes(policy, optimizer, weights):
     """A backward pass for each number: that number times the sum of all trained weights."""
     for weight in weights:
@@ -33,37 +27,29 @@ def passes(policy, optimizer, weights):
         optimizer.backward(loss)
 
 
-def test_the_first_step_of_adamw_is_the_learning_rate_and_holds_all_passes():
-    cfg, policy, optimizer = policy_and_optimizer(dtype="float32")
-    probe = probes.WeightProbe(policy)
+@pytest.mark.parametrize(
+    ("dtype", "lr", "near"), [("float32", 1e-3, 1e-3), ("bfloat16", 1e-6, 0.1)]
+)
+def test_the_first_step_of_adamw_is_the_learning_rate_and_holds_all_passes(dtype, lr, near):
+    """Below float32 the masters are looked at. The change is read off weights of about 1,
+    which float32 rounds to 6e-8."""
+    cfg = resolve(Config(device="cpu", lr=lr, dtype=dtype))
+    policy = load_policy(cfg, TINY)
+    optimizer, probe = make_optimizer(policy, lr), probes.WeightProbe(policy)
     probe.begin(optimizer)
     passes(policy, optimizer, [1.0, 2.0])
     norm, stepped = optimizer.clip_and_step(1.0)
     found = probe.metrics(cfg, norm)
     assert stepped and found["update/unchanged"] == 0
-    # the change is read off weights of about 1, which float32 rounds to 6e-8
-    assert found["update/step_size"] == pytest.approx(1.0, rel=1e-3)
-    assert found["grad/passes"] == pytest.approx(1.0, rel=1e-4)
+    assert found["update/step_size"] == pytest.approx(1.0, rel=near)
+    assert found["grad/passes"] == pytest.approx(1.0, rel=0.01)
+    assert dtype == "float32" or found["update/masters_apart"] > 0.5
     probe.begin(optimizer)
     passes(policy, optimizer, [1.0])
     optimizer.zero_grad()  # as if it were the end of a step: the pass is lost
     passes(policy, optimizer, [3.0])
     norm, _ = optimizer.clip_and_step(1.0)
-    assert probe.metrics(cfg, norm)["grad/passes"] == pytest.approx(0.75, rel=1e-4)
-
-
-def test_below_float32_the_masters_are_looked_at():
-    cfg, policy, optimizer = policy_and_optimizer(dtype="bfloat16")
-    cfg = replace(cfg, lr=1e-6)
-    optimizer.set_lr(1e-6)
-    probe = probes.WeightProbe(policy)
-    probe.begin(optimizer)
-    passes(policy, optimizer, [1.0])
-    norm, _ = optimizer.clip_and_step(1.0)
-    found = probe.metrics(cfg, norm)
-    assert found["update/step_size"] == pytest.approx(1.0, rel=0.1)
-    assert found["update/masters_apart"] > 0.5 and found["update/unchanged"] == 0
-    assert found["grad/passes"] == pytest.approx(1.0, rel=1e-2)
+    assert probe.metrics(cfg, norm)["grad/passes"] == pytest.approx(0.75, rel=0.01)
 
 
 def rollouts_of(answers, rewards):
@@ -111,13 +97,9 @@ def test_the_surprise_of_a_hidden_temperature_shows_and_that_of_the_true_one_doe
     assert abs(z(1.0)) < 3 and z(0.7) < -10 and z(1.4) > 10
 
 
-FEW_SHOT = [("user", "4 + 5?"), ("assistant", "9"), ("user", "{} + 1?")]
-PREFILL = [("user", "Say {}."), ("assistant", "It is ")]
-
-
-@pytest.mark.parametrize("chat", [FEW_SHOT, PREFILL])
-def test_examples_and_begun_answers_are_not_taken_for_answers(chat, tmp_path, command):
-    rows = [{"prompt": [{"role": role, "content": text.format(n)} for role, text in chat]}
+def test_examples_and_begun_answers_are_not_taken_for_answers(tmp_path, command):
+    texts = ("user", "4?"), ("assistant", "9"), ("user", "{} + 1?"), ("assistant", "It is ")
+    rows = [{"prompt": [{"role": role, "content": text.format(n)} for role, text in texts]}
             for n in range(40)]  # fmt: skip
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "short.py").write_text(

@@ -101,37 +101,20 @@ def test_a_group_is_one_task_of_one_agent_and_messages_follow_the_prompt(tmp_pat
     rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
     rows += [row("train", 1, 2, "z", None, agent="black", prompt="another prompt")]
     game = row("train", 1, 3, "first move", rewards=[0.25, 0.5])
-    game["messages"] = [
-        {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"},  # an example
-        *game["messages"], {"role": "user", "content": "a reply"},
-        {"role": "assistant", "content": "second move"}, {"role": "user", "content": "the end"},
-    ]  # fmt: skip
+    example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    later = [{"role": "user", "content": "a reply"}, {"role": "assistant", "content": "more"}]
+    game["messages"] = [*example, *game["messages"], *later]
     groups = report_data(tmp_path, trained(1), [*rows, game])["batches"][0]["groups"]
     assert [(g["seed"], g["agent"], len(g["rollouts"])) for g in groups] == [
         (1, "white", 2), (1, "black", 1), (2, "white", 1), (2, "black", 2), (3, "player", 1),
     ]  # fmt: skip
-    first, second = groups[0]["rollouts"]
-    assert (first["return"], first["correct"], "hit_token_limit" in first) == (0.0, False, False)
+    second = groups[0]["rollouts"][1]
     assert (second["return"], second["correct"], second["hit_token_limit"]) == (1.0, True, True)
     assert groups[3]["rollouts"][1]["prompt"] == [["user", "another prompt"]]
     assert [text for _, text in groups[4]["prompt"]] == ["1+1?", "2", "task 3"]
     (rollout,) = groups[4]["rollouts"]
-    texts = [text for _, text in rollout["messages"]]
-    assert texts == ["first move", "a reply", "second move", "the end"]
+    assert [text for _, text in rollout["messages"]] == ["first move", "a reply", "more"]
     assert rollout["rewards"] == [0.25, 0.5]
-
-
-def test_results_are_the_first_and_last_evaluations_since_the_code_changed(tmp_path):
-    last = trained(3)[0] | evaluated(3, 0.9, trivial=0.25)
-    metrics = [evaluated(0, 0.2), *trained(1, 2), last, *trained(4)]
-    data = report_data(tmp_path, metrics)
-    (result,) = data["results"]
-    before = {"update": 0, "accuracy": 0.2, "low": 0.1, "high": 0.3, "trivial": None}
-    after = {"update": 3, "accuracy": 0.9, "low": 0.8, "high": 1.0, "trivial": 0.25}
-    assert (result["before"], result["after"]) == (before, after)
-    assert (result["tokens_to_target"], data["tokens"], data["num_updates"]) == (300, 400, 4)
-    metrics[1]["warnings"] = {"changed_code": "rewards.py"}
-    assert report_data(tmp_path, metrics)["results"][0]["before"] == after
 
 
 def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatch):
@@ -150,7 +133,7 @@ def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatc
     assert "characters left out" in shown and shown.startswith("xxx") and shown.endswith("xxx")
 
 
-def test_report_and_final_lines_have_the_warnings_the_accuracy_and_the_files(tmp_path):
+def test_the_report_and_the_final_lines_have_the_warnings(tmp_path):
     warned = [evaluated(0, 0.2), *trained(*range(1, 31))]
     warned[9]["warnings"] = {"kl_runaway": "KL <b>0.1; try less", "sampler_gap": "differ"}
     warned[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
@@ -159,14 +142,10 @@ def test_report_and_final_lines_have_the_warnings_the_accuracy_and_the_files(tmp
         ("kl_runaway", [9, 30], "KL <b>0.1; try less"), ("sampler_gap", [9], "differ"),
     ]  # fmt: skip
     assert "warnings" not in data["curves"]
-    assert final_lines(write_run(tmp_path / "a", warned), CONFIG) == [
+    assert final_lines(tmp_path, CONFIG)[:3] == [
         "sampler_gap at update 9: differ",  # a cause before its consequence
         "kl_runaway at update 9, 30: KL <b>0.1",
         "  next: less",
-        "Held-out accuracy on adding [95%]: 0.20 [0.10, 0.30] before RL -> 0.60 [0.50, 0.70] after "
-        "30 updates",
-        f"curves: {tmp_path}/a/curves.png   rollouts: {tmp_path}/a/report.html",
-        f"talk to it: python -m core.chat {tmp_path}/a --before",
     ]
 
 
@@ -179,32 +158,24 @@ def test_pages_are_written_at_any_stage_of_a_run_without_pyplot(tmp_path, monkey
     importlib.reload(curves)
     run = write_run(tmp_path / "a 'b'", records)
     assert report.write_pages(run, CONFIG) == []
-    drawn = run / "curves.png"
-    assert drawn.exists() == any("update" in record for record in records)
-    assert not drawn.exists() or drawn.read_bytes().startswith(b"\x89PNG")
-    readme = (run / "README.md").read_text(encoding="utf-8")
-    assert readme.startswith("# a 'b'\n") and "model `tiny`, seed 7" in readme
+    assert (run / "curves.png").exists() == any("update" in record for record in records)
     (data,) = data_of(run / "report.html")
-    assert data["batches"] == [] and data["command"] in readme
+    assert data["command"] in (run / "README.md").read_text(encoding="utf-8")
     command = ["train.py", "--config", str(run / "config.yaml"), "--run-name", "again"]
     assert shlex.split(data["command"])[1:] == command  # can be pasted
 
 
 def test_compare_orders_runs_by_tokens_and_writes_one_page(tmp_path, capsys):
     runs = {
-        "x/slow": run_of(0.4, 0.5, 0.6, 0.92),
-        "never": run_of(0.4, 0.7, 0.7, 0.7),
-        "y/slow": run_of(0.4, 0.91, 0.6),
-        "worst": run_of(0.4, 0.4),
-        "new": trained(1),
-    }
+        "x/slow": run_of(0.4, 0.5, 0.6, 0.92), "never": run_of(0.4, 0.7, 0.7, 0.7),
+        "y/slow": run_of(0.4, 0.91, 0.6), "worst": run_of(0.4, 0.4), "new": trained(1),
+    }  # fmt: skip
     folders = [str(write_run(tmp_path / name, metrics)) for name, metrics in runs.items()]
     assert compare.main(folders) == 0
     lines = capsys.readouterr().out.splitlines()
     order = [folders[i] for i in (2, 0, 1, 3, 4)]  # two have one name
     assert [line.split(": grpo on adding: ")[0] for line in lines[:5]] == order
     assert "0.40 [0.30, 0.50] -> 0.92 [0.82, 1.02]; 0.9 after 300 tokens; 300 tokens" in lines[1]
-    assert "0.9 not reached" in lines[2] and "not evaluated" in lines[4]
     assert [run["name"] for run in data_of(tmp_path / "x/compare.html")] == folders
     assert compare.main([str(tmp_path / "none")]) == 2
 
@@ -212,20 +183,16 @@ def test_compare_orders_runs_by_tokens_and_writes_one_page(tmp_path, capsys):
 def test_a_board_has_the_runs_of_one_environment_and_budget(tmp_path, capsys):
     """Those without a budget, and folders that are no runs, are left out."""
     write_run(tmp_path / "base", run_of(0.2))
-    for name, metrics, budget in (
-        ("a", run_of(0, 0.9), 100), ("b", run_of(0, 0.95), 100), ("c", run_of(0, 0.5), 50),
-    ):  # fmt: skip
-        write_run(tmp_path / name, metrics, config=CONFIG | {"max_sampled_tokens": budget})
+    for name, accuracy, budget in (("a", 0.9, 100), ("b", 0.95, 100), ("c", 0.5, 50)):
+        config = CONFIG | {"max_sampled_tokens": budget}
+        write_run(tmp_path / name, run_of(0, accuracy), config=config)
     (tmp_path / "page").mkdir()
-    boards = [["--board", str(tmp_path / "*")], ["--board", *map(str, sorted(tmp_path.iterdir()))]]
-    for words in boards:
-        assert compare.main(words) == 0
-        assert capsys.readouterr().out.splitlines() == [
-            "adding, 256 held-out tasks, 100 sampled tokens",
-            "  0.95 [0.85, 1.05]  b: grpo from tiny, 100 tokens, 0.0 min",
-            "  0.90 [0.80, 1.00]  a: grpo from tiny, 100 tokens, 0.0 min",
-            "adding, 256 held-out tasks, 50 sampled tokens",
-            "  0.50 [0.40, 0.60]  c: grpo from tiny, 100 tokens, 0.0 min",
-        ]
-    assert not (tmp_path / "compare.html").exists()
+    assert compare.main(["--board", str(tmp_path / "*")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "adding, 256 held-out tasks, 100 sampled tokens",
+        "  0.95 [0.85, 1.05]  b: grpo from tiny, 100 tokens, 0.0 min",
+        "  0.90 [0.80, 1.00]  a: grpo from tiny, 100 tokens, 0.0 min",
+        "adding, 256 held-out tasks, 50 sampled tokens",
+        "  0.50 [0.40, 0.60]  c: grpo from tiny, 100 tokens, 0.0 min",
+    ]
     assert compare.main(["--board", str(tmp_path / "base")]) == 2

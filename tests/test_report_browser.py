@@ -10,8 +10,6 @@ import statistics
 import pytest
 from test_report import CONFIG, evaluated, row, trace, write_report, write_run
 
-from core.report.page import write_page
-
 pytestmark = pytest.mark.browser
 
 UPDATES, GROUPS, ROLLOUTS, TOKENS = 10, 5, 6, 16
@@ -72,31 +70,27 @@ def choose_update(page, update):
 
 
 def test_groups_are_sorted_filtered_and_searched(run, page):
-    _, rows = run
     choose_update(page, 7)
-    groups = [[r["return"] for r in group] for group in groups_of(rows, 7)]
+    groups = groups_of(run[1], 7)
     for by, key in (("best", max), ("mean", statistics.fmean), ("std", statistics.stdev)):
         page.select_option("#sort", by)
-        expected = sorted(range(GROUPS), key=lambda i, key=key: -round(key(groups[i]), 9))
+        values = [key([r["return"] for r in group]) for group in groups]
+        expected = sorted(range(GROUPS), key=lambda i, values=values: -round(values[i], 9))
         shown = page.locator("#groups .prompt").all_inner_texts()
         assert [int(text.split()[1]) for text in shown] == expected != [*range(GROUPS)]
     head = page.locator("#groups article .head").first.inner_text()
-    assert f"std {statistics.stdev(groups[expected[0]]):.2f}" in head  # as in the advantage
-    buttons = page.locator("#groups .rollouts button")
+    assert f"std {values[expected[0]]:.2f}" in head  # as in the advantage
     page.select_option("#filter", label="wrong")
-    wrong = [r for group in groups_of(rows, 7) for r in group if not r["info"]["correct"]]
-    assert buttons.count() == len(wrong)
+    wrong = [r for group in groups for r in group if not r["info"]["correct"]]
+    assert page.locator("#groups .rollouts button").count() == len(wrong)
     page.select_option("#filter", "")
     page.fill("#search", "ROLLOUT 3 at 8.")
     assert page.locator("#count").inner_text() == "0 groups, 0 rollouts"
     page.check("#everywhere")
     assert page.locator("#count").inner_text() == f"{GROUPS} groups, {GROUPS} rollouts"
-    page.fill("#search", "")
-    page.get_by_role("button", name="show more (10 left)").click()
-    assert page.locator("#groups article").count() == 50
 
 
-def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, page):
+def test_tokens_show_their_numbers(run, page):
     choose_update(page, 6)
     article = page.locator("#groups article").nth(2)
     article.get_by_role("button", name="rollout 5:").click()
@@ -117,19 +111,6 @@ def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, page):
     }, abs=0.000051)  # fmt: skip
     text = inspector.inner_text()
     assert f"token 10 of {TOKENS}" in text and f"became {'more' if change > 0 else 'less'}" in text
-    lines = article.locator("[role=option]").evaluate_all(
-        "all => all.map(token => getComputedStyle(token).borderBottomStyle)"
-    )
-    changes = [y - x for x, y in zip(values["trainer"], values["after"], strict=True)]
-    assert lines == ["solid" if change > 0 else "dotted" for change in changes]  # no mere colour
-
-
-def opened(tab, path):
-    """A tab with the page of this path."""
-    page = tab[0]
-    page.goto(path.as_uri())
-    page.wait_for_selector("html[data-ready]")
-    return page
 
 
 def test_failed_rollouts_are_in_no_baseline_and_no_verdict(tab, tmp_path):
@@ -138,7 +119,9 @@ def test_failed_rollouts_are_in_no_baseline_and_no_verdict(tab, tmp_path):
     rows += [row("eval", 0, seed, "x", 0.0) for seed in (5, 6)]
     rows += [row("eval", 1, 5, "x", 1.0), row("eval", 1, 6, "x", error="ValueError: broken")]
     metrics = [evaluated(0, 0.0), evaluated(1, 0.5)]
-    page = opened(tab, write_report(write_run(tmp_path / "run", metrics, rows), CONFIG))
+    page = tab[0]
+    page.goto(write_report(write_run(tmp_path / "run", metrics, rows), CONFIG).as_uri())
+    page.wait_for_selector("html[data-ready]")
     first, second = (
         a.locator(".head").first.inner_text() for a in page.locator("#groups article").all()
     )
@@ -147,26 +130,3 @@ def test_failed_rollouts_are_in_no_baseline_and_no_verdict(tab, tmp_path):
     assert "1 went from wrong to correct, 0 from correct to wrong" in page.inner_text("#paired")
     page.select_option("#change", "")
     assert "ValueError: broken" in page.inner_text("#pairs")
-
-
-def test_a_comparison_says_whose_settings_and_which_tasks_it_shows(tab, tmp_path):
-    runs = []
-    for name, seed, env in (("a", 3, "adding"), ("b", 4, "counting")):
-        rows, config = [row("eval", 0, 1, "x", env=env)], CONFIG | {"seed": seed}
-        runs.append((write_run(tmp_path / name, [evaluated(0, 0.5)], rows, config), config))
-    page = opened(tab, write_page(tmp_path / "compare.html", runs))
-    page.locator("summary").click()
-    rows = page.locator("details tr")
-    assert rows.first.locator("th").all_inner_texts() == ["", "A a", "B b"]
-    assert rows.last.locator("td").all_inner_texts() == ["3", "4"]
-    assert "No evaluation" not in page.inner_text("#paired")
-    page.select_option("#right", "0")
-    assert page.locator("#pairs article").count() == 1
-
-
-def test_numbers_are_rounded_as_in_the_findings(tab, tmp_path):
-    """Also ties, which Python rounds to the even digit: 5 of 8 tasks are 0.62, 7 are 0.88."""
-    page = opened(tab, write_report(write_run(tmp_path, [evaluated(0, 0.5)]), CONFIG))
-    values = [n / 400 for n in range(-400, 401)]
-    shown = page.evaluate("all => all.map(x => fixed(x, 2))", values)
-    assert shown == [f"{x:z.2f}" for x in values]

@@ -2,12 +2,12 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import load_small
+from test_environments_readme import block
 from test_episodes import Scripted
 
 from core.context import Renderer
@@ -20,7 +20,6 @@ from core.tasks import Task, eval_tasks, train_tasks
 from core.tiny import PRETRAINED, write_tiny
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
-from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, absolute, make
 from environments.plumbing.tools import call_text
 from environments.rewarded import Rewarded, of_objects
@@ -47,18 +46,16 @@ class Longest:
     def __call__(self, completions, **columns):
         return [float(text == max(completions, key=len)) for text in completions]
 longest = Longest()
-def get_shorter(max_len=4, least=0.0):
+def get_shorter(max_len=4):
     def shorter(completions, **columns):
-        return [max(least, 1 - len(text) / max_len) for text in completions]
+        return [1 - len(text) / max_len for text in completions]
     return shorter
-shorter_than_10 = get_shorter(max_len=10, least=0.5)
-first_letter = lambda completions: [float(text[:1] == "a") for text in completions]
 def rank(completions, **columns):
     return [float(sorted(completions).index(text)) for text in completions]
 def array(completions, **columns):
     return torch.arange(len(completions)).numpy()
 def infinite(prompts, completions, **columns):
-    return [float(text in "a-") or -float("inf") for text in completions]
+    return [-float("inf") for _ in completions]
 async def meets(completions, **columns):
     here.append(1)
     while len(here) < 2:
@@ -83,13 +80,6 @@ def strict(completions, answer):
     return [float(int(a) < 30) for a in answer]
 async def strict_too(completions, answer):
     return [1 / (a != "none") for a in answer]
-def once(completions):
-    calls.append(1)
-    if len(calls) == 1:
-        raise ConnectionError("503")
-    return [1.0 for _ in completions]
-def needs(completions, wanted):
-    return [1.0]
 def never(completions, **columns):
     return [None] * len(completions)
 def nothing(completions, **columns):
@@ -157,14 +147,10 @@ def globals_of(spec):
 @pytest.mark.parametrize(("functions", "options", "rewards", "right"), [
     ("accuracy brief sometimes", {"weights": "2 .5 1"}, [2.9, 0.45, 0.5], [1, 0, 0]),
     ("sometimes", {}, [0.5, None, 0.5], [0, None, 0]), ("nans", {}, [0.5, None, 0.5], [0, None, 0]),
-    ("sometimes accuracy", {"threshold": 0.5}, [1.5, 0, 0.5], [1, 0, 1]),
     ("sometimes halved", {"threshold": 0.5}, [1, 0.5, 1], [1, 1, 1]),
-    ("halved accuracy", {}, [1.5, 0.5, 0.5], [0, 0, 0]),
     ("halved accuracy", {"correct": "accuracy"}, [1.5, 0.5, 0.5], [1, 0, 0]),
-    ("accuracy", {"correct": "rewards.py:halved", "threshold": 0.5}, [1, 0, 0], [1, 1, 1]),
     ("accuracy", {"correct": "rewards.py:sometimes", "threshold": 0.5}, [1, 0, 0], [1, 0, 1]),
     ("longest rank", {"weights": "1 .5"}, [0, 1, 1.5], [0, 0, 1]),
-    ("shorter_than_10 first_letter", {}, [0.8, 0.9, 0.5], [0, 0, 0]),
     ("array", {}, [0, 1, 2], [0, 1, 1]), ("meets also", {}, [2, 2, 2], [1, 1, 1]),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
@@ -194,7 +180,7 @@ def test_an_evaluation_leaves_out_what_the_function_of_correct_does_not_apply_to
 @pytest.mark.parametrize(("functions", "error"), [
     ("two", "two: ValueError: 2 rewards for 3"), ("nothing", "returned None, not a list of 3"),
     ("texts", "'1.0' for a completion"), ("never", "never returned None for all"),
-    ("is_down", "is_down: no judge"),
+    ("get_shorter", "it makes reward functions"), ("is_down", "is_down: no judge"),
 ])  # fmt: skip
 def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
     with pytest.raises(Exception, match=error) as raised:
@@ -205,10 +191,9 @@ def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
 
 @pytest.mark.parametrize(("functions", "errors"), [
     ("strict", ["ValueError: invalid literal for int() with base 10: 'none'; the row: prompt="]),
-    ("strict_too", ["ZeroDivisionError"]), ("once", []), ("raises", ["KeyError: 'judge'"] * 3),
-    ("needs", ["missing 1 required positional argument: 'wanted'"] * 3),
+    ("strict_too", ["ZeroDivisionError"]), ("raises", ["KeyError: 'judge'"] * 3),
+    ("infinite", ["infinite: ValueError: it returned -inf"] * 3),
     ("of_messages", ["make each prompt a list of messages"] * 3),
-    ("get_shorter", ["it makes reward functions"] * 3),
 ])  # fmt: skip
 def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(functions, errors):
     """After an exception each row is judged by itself."""
@@ -217,21 +202,11 @@ def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(functions, er
     env = make(spec)
     seeds = [next(i for i in range(999) if prompts_of(env, [i]) == [f"Say {text}."])
              for text in ("it", "1", "2")]  # fmt: skip
-    if functions == "get_shorter":
-        with pytest.raises(RuntimeError, match=errors[0]):
-            scored(spec, ["a"] * 3, seeds)
-        return
     steps = scored(spec, ["a", "a", "a"], seeds)
     assert [isinstance(step, Exception) for step in steps] == [i < len(errors) for i in range(3)]
     assert all(f"{functions}: {error}" in str(step) or error in str(step)
                for step, error in zip(steps, errors, strict=False))  # fmt: skip
     assert all(step.reward == 1 for step in steps[len(errors) :])
-
-
-def test_an_infinite_reward_fails_its_own_completion():
-    first, *others = scored(spec_of("sometimes infinite"), ["a", "b", "c"])
-    assert first.reward == 1.5
-    assert all("infinite: ValueError: it returned -inf" in str(error) for error in others)
 
 
 def test_each_completion_and_each_function_has_lists_of_its_own():
@@ -249,28 +224,7 @@ def test_functions_read_the_column_of_the_prompt_under_both_names():
     assert step.reward == 1
 
 
-def test_functions_of_modules_have_their_names_and_two_of_one_name_are_refused(monkeypatch):
-    main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "half", lambda completions: [0.5 for _ in completions], raising=False)
-    [step] = scored("rewarded:data=rows.jsonl,reward=__main__:half rewards.py:array", ["a"])
-    assert step.info["reward_half"] == 0.5
-    Path("second.py").write_text("def array(completions): return [0.25] * len(completions)")
-    with pytest.raises(UsageError, match="array"):
-        make("rewarded:data=rows.jsonl,reward=rewards.py:array second.py:array")
-
-
-def test_functions_of_python_have_one_name_each():
-    """Also two that one function makes; a cell of a notebook that runs again defines anew."""
-
-    def make_one(value):
-        def reward(completions):
-            return [value] * len(completions)
-
-        return reward
-
-    right = of_objects(ROWS[:20], make_one(1.0))
-    wrong = of_objects(ROWS[20:], make_one(0.0))
-    assert [scored(spec, ["a"])[0].reward for spec in (right, wrong)] == [1, 0]
+def test_a_cell_of_a_notebook_that_runs_again_defines_its_function_anew():
     cells = [{}, {}]
     for cell in cells:
         exec("def judge(completions): return [1.0]", {"__name__": "cell"}, cell)
@@ -296,8 +250,6 @@ def test_rows_are_split_by_content():
     assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # in their order, each once
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
-    report = check_env(spec_of("accuracy"), 3, other_process=False)
-    assert not report.problems and report.shared == 0
     tasks = eval_tasks([spec_of("zero"), "letter_counting"], 256)  # each row once
     assert len(tasks) == len(held_out) + 256
 
@@ -339,25 +291,22 @@ def test_rows_of_one_prompt_are_tasks_and_too_few_are_for_both_uses(capsys):
 def test_a_run_may_go_through_the_rows_shuffled(others):
     used = [row["prompt"] for row in ROWS if not is_held_out(row["prompt"])]
 
-    def drawn(order, seed=0):
-        """The prompts of two passes over the rows, with 3 and with 4 prompts in an update."""
+    def drawn(order, seed, num_prompts):
+        """The prompts of two passes over the rows."""
         spec = spec_of("zero", order=order)
         rewarded.begin_run(RunInfo([spec], [spec], seed=seed))
-        env, found = make(spec), []
-        for num_prompts in (3, 4):
-            envs = [EnvSpec.read(e) for e in [spec, *others]]
-            updates = range(1, 1 + 2 * len(used))
-            tasks = [t for u in updates for t in train_tasks(envs, seed, u, num_prompts, 1)]
-            seeds = [task.seed for task in tasks if str(task.env) == spec]
-            found.append(prompts_of(env, seeds)[: 2 * len(used)])
-        return found
+        envs = [EnvSpec.read(e) for e in [spec, *others]]
+        updates = range(1, 1 + 2 * len(used))
+        tasks = [t for u in updates for t in train_tasks(envs, seed, u, num_prompts, 1)]
+        seeds = [task.seed for task in tasks if str(task.env) == spec]
+        return prompts_of(make(spec), seeds)[: 2 * len(used)]
 
-    [first, again] = drawn("shuffled")
-    assert first == again and drawn("shuffled", seed=1)[0] != first
+    first = drawn("shuffled", 0, 3)
+    assert first == drawn("shuffled", 0, 4) and first != drawn("shuffled", 1, 3)
     passes = first[: len(used)], first[len(used) :]
     assert [sorted(each) for each in passes] == [sorted(used)] * 2
     assert passes[0] != passes[1] and passes[0] != used
-    assert len({*drawn("random")[0][: len(used)]}) < len(used)
+    assert len({*drawn("random", 0, 3)[: len(used)]}) < len(used)
 
 
 @pytest.fixture
@@ -371,7 +320,6 @@ def test_local_files_of_other_kinds_are_rows_too(datasets):
     table = datasets.Dataset.from_list(ROWS)
     table.to_csv("a.csv")
     table.to_parquet("a.parquet")
-    table.save_to_disk("saved")
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk("splits")
     Path("b.csv").write_bytes(b"\xef\xbb\xbf" + Path("a.csv").read_bytes())  # as Excel writes it
     Path("a.tsv").write_text(Path("a.csv").read_text().replace(",", "\t"))
@@ -380,21 +328,19 @@ def test_local_files_of_other_kinds_are_rows_too(datasets):
     Path("two.json").write_text(json.dumps({"test": ROWS[:1], "train": ROWS}, indent=1))
     Path("a.jsonl").write_text(Path("rows.jsonl").read_text(), encoding="utf-8-sig")
     expected = make(spec_of("two")).train
-    for file in """a.csv b.csv a.tsv a.parquet a.json a.jsonl data.json two.json saved
-        splits""".split():
+    for file in "a.csv b.csv a.tsv a.parquet a.json a.jsonl data.json two.json splits".split():
         found = make(spec_of("two", file)).train
         of_text = file.endswith("sv")
         assert found == [row | {"n": str(row["n"])} if of_text else row for row in expected]
         assert [row.place for row in found] == [f"{file}:{int(row['n']) + 1}" for row in found]
     assert make(spec_of("two", "two.json", split="test")).train == ROWS[:1]
-    for file in ("splits", "two.json", "a.csv", "a.parquet"):
+    for file in ("splits", "two.json", "a.csv"):
         with pytest.raises(UsageError, match="has no split 'dev'"):
             make(spec_of("two", file, split="dev"))
 
 
 def test_values_are_those_of_the_file(datasets):
-    """A CSV has texts; a broken picture that no function asks for is not decoded; parquet gives the
-    call of each row the arguments of all, as null."""
+    """A CSV has texts; parquet gives the call of each row the arguments of all, as null."""
     texts = ["NA", "None", "007", "1.50", ""]
     Path("a.csv").write_text("prompt,answer\n" + "".join(f"{t}?,{t}\n" for t in texts))
     env = make(spec_of("two", "a.csv"))
@@ -402,29 +348,23 @@ def test_values_are_those_of_the_file(datasets):
     arguments, rows = [{"word": "a"}, {"number": 1, "within": {"all": [1, None]}}], []
     for i in range(40):
         call = {"type": "function", "function": {"name": "look", "arguments": arguments[i % 2]}}
-        chat = [{"role": "user", "content": f"{i}?"}, {"role": "tool", "content": "found"}]
-        chat[1:1] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        rows.append({"prompt": chat, "settings": arguments[i % 2]})
-    table = datasets.Dataset.from_list(rows)
-    picture = {"bytes": b"no picture", "path": None}
-    table.add_column("image", [picture] * 40, feature=datasets.Image()).to_parquet("a.parquet")
-    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        chat = [{"role": "user", "content": f"{i}?"}]
+        chat += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        rows.append({"prompt": [*chat, {"role": "tool", "content": "found"}]})
+    datasets.Dataset.from_list(rows).to_parquet("a.parquet")
+    write("a.jsonl", rows)
     parquet, lines = (make(spec_of("two", f"a.{kind}")).train for kind in ("parquet", "jsonl"))
-    assert [row["prompt"] for row in parquet] == [row["prompt"] for row in lines]
-    assert parquet[0]["image"] == picture
-    filled = {"word": "a", "number": None, "within": None}  # a column of the function's, as in TRL
-    assert next(row["settings"] for row in parquet if row["settings"]["word"]) == filled
-    with pytest.raises(UsageError, match=r"row 1 is no JSON: .* bytes "):
-        make("agent:command=true,data=a.parquet")
+    assert parquet == lines
 
 
 @pytest.mark.parametrize(("options", "words"), [
     ("data=none.csv,reward=rewards.py:two", "no file none.csv"), ("data=rows.jsonl", "set data="),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
     ("data=rows.jsonl,reward=rewards.py", "FILE.py:"),
-    ("data=rows.jsonl,reward=rewards.py:get_shorter(max_len=9,least=0.5)", "write `made = "),
+    ("data=rows.jsonl,reward=rewards.py:get_shorter(max_len=9)", "write `made = "),
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
     ("data=rows.jsonl,reward=rewards.py:two,name=my set", "name=gsm8k"),
+    ("data=rows.jsonl,reward=rewards.py:two second.py:two", "the name of two"),
     ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2"),
     ("data=odd.jsonl,reward=rewards.py:two", "row 2: {'a': 1} in 'prompt'"),
@@ -435,6 +375,7 @@ def test_an_invalid_option_is_one_line(options, words):
     write("bad.jsonl", [{"prompt": "a"}, [1]])
     write("odd.jsonl", [{"prompt": "a"}, {"prompt": {"a": 1}}])
     Path("empty.jsonl").touch()
+    Path("second.py").write_text(FUNCTIONS)
     with pytest.raises(UsageError) as error:
         make(f"rewarded:{options}")
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -445,18 +386,6 @@ FEW = "--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4 --num-up
 
 def rows_of(run):
     return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
-
-
-def test_a_run_says_what_is_right(command):
-    two = spec_of("halved accuracy").replace("halved", "shorter_than_10")
-    code, out, _ = command("--env", two, *FEW, 0)
-    assert code == 0 and "an answer is right if the first of shorter_than_10, accuracy" in out
-    assert re.search(r"accuracy at update 0: 0.00 .*  mean return \d", out)
-    code, out, _ = command(
-        "--env", f"{two},correct=shorter_than_10,threshold=.5,name=short", *FEW, 0
-    )
-    assert "right if shorter_than_10 returns 0.5 or more (correct=NAME and" in out
-    assert re.search(r"accuracy at update 0: 1.00 \S+ \S+  short$", out, re.MULTILINE)
 
 
 def test_an_answer_that_no_function_judges_is_left_out_of_its_group(command):
@@ -475,22 +404,6 @@ def test_an_answer_that_no_function_judges_is_left_out_of_its_group(command):
     assert sum("NoReward" in error for error in errors) == 4
 
 
-def test_a_run_tells_functions_its_progress_and_evaluates_on_a_file_of_its_own(command):
-    Path("state.py").write_text(
-        "def f(completions, trainer_state):\n"
-        "    print(trainer_state.global_step, trainer_state.max_steps, file=open('log', 'a'))\n"
-        "    return [float(len(text) % 2) for text in completions]\n"
-    )
-    write("test.jsonl", [{"prompt": f"Say {n}."} for n in range(100, 120)])
-    specs = [f"rewarded:data={x}.jsonl,reward=state.py:f" for x in ("rows", "test")]
-    options = ["--env", specs[0], "--eval-env", specs[1], "--eval-every", 2, "--run-name", "a"]
-    assert command(*options, *FEW, 3)[0] == 0
-    # evaluation, update 1, its answers once more, update 2, evaluation, update 3, evaluation
-    assert [line[0] for line in Path("log").read_text().splitlines()] == [*"0001223"]
-    opened = [row["messages"][0]["content"] for row in rows_of("runs/a") if row["kind"] == "eval"]
-    assert opened[:4] == [f"Say {n}." for n in range(100, 104)]
-
-
 OF_TINY = "<|user|>{}<|end|><|assistant|>Let me think.<think>"
 OF_OTHERS = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nLet me think.\n<think>"
 
@@ -505,8 +418,6 @@ def test_a_prompt_with_the_template_around_it_is_refused_or_taken_as_it_is(comma
     assert code == 2 and "add raw=true" in err
     assert command("--env", spec_of("accuracy", "quoted.jsonl"), *FEW, 1)[0] == 0
     raw = spec_of("accuracy", "rendered.jsonl", raw="true")
-    assert command("--env", raw, *FEW, 1, "--run-name", "raw")[0] == 0
-    assert all(row["messages"][0]["role"] == "raw" for row in rows_of("runs/raw"))
     code, _, err = command("--env", raw, *FEW, 1, "--system-prompt", "Be brief.")
     assert code == 2 and "a raw prompt has no system message" in err
 
@@ -526,11 +437,12 @@ def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
 def test_a_base_model_without_a_template_is_trained_on_raw_prompts(command):
     write_tiny("tiny", "base", 0)
     Path("base/chat_template.jinja").unlink()
-    flags = [*FEW, 1, "--model-id", "base"]
+    flags = [*FEW, 1, "--model-id", "base", "--run-name", "raw"]
     code, _, err = command("--env", spec_of("accuracy"), *flags)
     assert code == 2 and "the tokenizer has no chat template" in err
     code, _, err = command("--env", spec_of("accuracy", raw="true"), *flags)
     assert code == 0, err
+    assert all(row["messages"][0]["role"] == "raw" for row in rows_of("runs/raw"))
 
 
 class Letters(Scripted):
@@ -602,36 +514,22 @@ def multiply(a: int, b: int) -> int:
         b: Another one.
     '''
     return a * b
-class Counter:
+class Odd(Counter):
     def __init__(self):
         self.lock = __import__("threading").Lock()  # nothing copies it
-    def reset(self, start, **row):
-        self.count = start
-        return f" From {start}."
-    def add(self, by: int) -> str:
-        '''
-        Adds to the counter.
-
-        Args:
-            by: How much.
-        '''
-        self.count += by
-        return f"now {self.count}"
     def get_reward(self):
         return float(self.count)
     def __len__(self):
         return 0
     def _hidden(self):
         pass
-def own(environments, **columns):
-    return [environment.get_reward() for environment in environments]
 def used(prompts, completions, **columns):
     calls.extend(completions)
-    assert prompts[0][-1]["content"] == f"Count. From {columns['start'][0]}."
-    return [sum(m["role"] == "tool" for m in c) / 10 for c in completions]
+    assert prompts[0][-1]["content"] == f"Count. To {columns['goal'][0]}, please."
+    return few_calls(completions)
 """
-COUNTING = ("rewarded:data=starts.jsonl,reward=counter.py:own counter.py:used,"
-            "tools=counter.py:multiply,environment=counter.py:Counter")  # fmt: skip
+COUNTING = ("rewarded:data=goals.jsonl,reward=counter.py:reached counter.py:used,"
+            "tools=counter.py:multiply,environment=counter.py:Odd")  # fmt: skip
 TWO_CALLS = call_text("add", by=2) + call_text("multiply", a=2, b=3)
 
 
@@ -647,25 +545,25 @@ class Lines(Scripted):
 
 
 @pytest.mark.parametrize(("last", "num_calls", "total"), [
-    ("Done.", 3, 1.3), (call_text("add", by=4), 4, 5.4), (None, 0, 0)
+    ("Done.", 3, 0.7), (call_text("add", by=4), 4, -0.4), (None, 0, 0)
 ])  # fmt: skip
 def test_functions_read_the_turns_with_tools_also_of_an_episode_that_is_cut_off(
     last, num_calls, total
 ):
+    """Those of the README, and others."""
     policy = load_small(PRETRAINED)
-    Path("counter.py").write_text(COUNTER)
-    write("starts.jsonl", [{"prompt": [USER], "start": n} for n in range(20)])
+    Path("counter.py").write_text(block("class Counter") + COUNTER)
+    write("goals.jsonl", [{"prompt": [USER], "goal": 1, "n": n} for n in range(20)])
     texts = [TWO_CALLS, call_text("add", by=-1), last] if last else ["Done."]
     collector = RolloutCollector(policy, 3, renderer=ToolRenderer)
     [rollout] = collector.collect([Task(COUNTING, 5, 0)], Lines(policy, texts), SamplingParams(4))
-    start = int(re.search(r"Count. From (\d+)", str(rollout.messages))[1])
     assert not rollout.error and rollout.for_log["tools"] == ["multiply", "add"]
-    assert rollout.episode_return == pytest.approx(start + total)
+    assert rollout.episode_return == pytest.approx(total)
     assert rollout.info["tool_calls"] == num_calls
     assert rollout.episode_truncated is (last not in ("Done.", None))
     if last:
         [(first, result, *rest)] = globals_of(COUNTING)["calls"]
         roles = "tool assistant tool assistant" + " tool" * (last != "Done.")
         assert [m["role"] for m in rest] == roles.split()
-        assert result == {"role": "tool", "name": "add", "content": f"now {start + 2}"}
+        assert result == {"role": "tool", "name": "add", "content": "It is 2."}
         assert [c["function"]["name"] for c in first["tool_calls"]] == ["add", "multiply"]

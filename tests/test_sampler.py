@@ -122,17 +122,12 @@ def test_completions_that_begin_while_others_are_sampled_are_the_same(family_pol
             assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-def test_seed_and_stream_determine_a_completion_whatever_shares_the_batch(policy):
+def test_seed_and_stream_determine_a_completion(policy):
     sampler, params = TorchSampler(policy), SamplingParams(max_tokens=12, seed=5)
     together = sampler.sample(PROMPTS, params)
     assert sampler.sample(PROMPTS, params) == together
     assert sampler.sample(PROMPTS, replace(params, seed=6)) != together
     assert together[0].token_ids != together[2].token_ids  # equal prompts, different streams
-    for i, prompt in enumerate(PROMPTS):
-        sampler.add(Request(prompt, params, params.seed, i))
-        [[_, alone]] = itertools.chain.from_iterable(sampler.step() for _ in range(12))
-        assert alone.token_ids == together[i].token_ids
-        assert alone.logprobs == pytest.approx(together[i].logprobs, abs=1e-4)
 
 
 def check_ends(policy, completions, limit):
@@ -170,11 +165,8 @@ def test_draw_follows_the_distribution_over_what_top_k_and_top_p_keep(options, k
     frequencies = torch.bincount(drawn, minlength=4) / len(drawn)
     assert torch.allclose(frequencies, expected.exp(), atol=0.01)
     assert torch.allclose(logprobs, expected[drawn])
-
-
-def test_top_p_keeps_the_fewest_tokens_that_have_the_mass():
-    kept = keep_likely(torch.zeros(1, 4), SamplingParams(max_tokens=1, top_p=0.5))
-    assert kept.isfinite().sum() == 2  # of four equal ones, half the mass exactly
+    equal = keep_likely(torch.zeros(1, 4), SamplingParams(max_tokens=1, top_p=0.5))
+    assert equal.isfinite().sum() == 2  # the fewest that have half the mass
 
 
 def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(policy):
@@ -226,23 +218,6 @@ def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy):
     assert (over_all - batch.sampler_logprobs).mean() < -0.05
 
 
-@pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.8}])
-def test_what_is_kept_for_the_trainer_is_what_16_bit_logits_were_drawn_from(qwen3_folder, options):
-    """Not what quotients of 8 bits would keep: of these many are equal."""
-    rounded = load_policy(Config(device="cpu", dtype="bfloat16"), str(qwen3_folder))
-    rounded.stop_ids, sampler, drawn_from = [], TorchSampler(rounded), []
-
-    def record(logits, params, uniform):
-        likely = keep_likely(logits.float() / params.temperature, params).isfinite()
-        drawn_from.extend(row.nonzero().squeeze(1).tolist() for row in likely)
-        return draw(logits, params, uniform)
-
-    sampler.draw_function = record
-    params = SamplingParams(max_tokens=40, seed=2, temperature=0.7, **options)
-    [completion] = sampler.sample(PROMPTS[:1], params)
-    assert completion.kept_ids == drawn_from and len(drawn_from) == 40
-
-
 def test_make_sampler_auto_uses_torch_if_vllm_does_not_start(policy, monkeypatch):
     def fail(*args):
         raise UsageError("vLLM could not start: no compiler")
@@ -251,8 +226,7 @@ def test_make_sampler_auto_uses_torch_if_vllm_does_not_start(policy, monkeypatch
     monkeypatch.setattr(nanollm, "NanoLLM", fail)
     monkeypatch.setattr(policy, "device", torch.device("cuda"))
     sampler = make_sampler("auto", policy)
-    assert isinstance(sampler, TorchSampler)
-    assert sampler.remark == "sampling in plain PyTorch: vLLM could not start: no compiler"
+    assert isinstance(sampler, TorchSampler) and "no compiler" in sampler.remark
     with pytest.raises(UsageError, match="no compiler"):
         make_sampler("vllm", policy)
 

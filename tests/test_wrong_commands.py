@@ -3,7 +3,6 @@
 tyro reports wrong flags and values in a box of its own; every other line is from picoRL.
 """
 
-import importlib
 import math
 import re
 import shlex
@@ -28,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 SERVER = {"sampler": "server", "base_url": "http://127.0.0.1:9", "lora_rank": 4}
 SETTINGS = [  # invalid settings, and what the message names
     ({"lr": math.nan}, "--lr"),  # the range of a number
-    ({"num_updates": "ten"}, "--num-updates"),
     ({"dtype": "float3"}, "--dtype float3: choose auto, float64"),
     ({"algo": "ppo", "options": PpoOptions(gae_lambda=95)}, "--ppo.gae-lambda"),
     ({"options": PpoOptions()}, "Config.options: give algorithms.grpo.Options"),
@@ -58,9 +56,7 @@ SETTINGS = [  # invalid settings, and what the message names
 
 COMMANDS = [  # a command line of train.py, or of core.chat, and what its message names
     ("chat none", "there is no such run; runs/ has there"),
-    ("chat runs/none", "there is no such run; runs/ has there"),
     ("chat there", "no model in this folder"),
-    ("chat ./shapes", "no model in this folder"),
     ("chat tiny --before", "--before needs a run"),
     ("chat --before", "name a run"),
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
@@ -69,37 +65,32 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("--learning-rate 1e-5", "write --lr"),
     ("--weight-decay 0.1", "is no flag; there is no weight decay"),
     ("--num_prompt=3", "did you mean --num-prompts?"),
-    ("-algo ppo", "-algo"),
     ("--lr fast", "Error parsing --lr"),
     ("--ppo.clip 0.3", "--ppo.clip"),
     ("letter_counting", "letter_counting; see --help"),
     ("--env leter_counting", "letter_counting"),
-    ("--env letter_counting:level=3", "'level'"),
+    ("--env snake compose:depth=2 pairs=all", 'write snake "compose:depth=2,pairs=all"'),
     ("--env tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
     ("--env snake:opponent=older:1", "needs an environment that names its `agents`"),
     ("--env math_qa:data=shape.jsonl", "row 1"),
-    ("--env environments.base:MAX_REWARD", "MAX_REWARD is no class and no function"),
     ("--run-name there", "runs/there"),
     ("--run-name ..", "--run-name"),
     ("--device cuda:99", "--device cuda:99"),
     ("--model-id nobody/nothing", "connect to"),
-    ("--model-id runs/none", "no model in this folder"),
     ("--model-id runs/there", "a run's is runs/NAME/model"),
     ("--template-options enable_thinking=false", "--template-options enable_thinking"),
     ("--config none.yaml", "none.yaml"),
     ("--resume runs/there/model", "no run has this name; runs/ has there"),
-    ("--resume there --config there", "not both"),
     ("--resume there --run-name b", "--run-name b: a resumed run keeps its folder"),
     ("--config tabs.yaml", "line 2"),
     ("--config words.yaml", "words.yaml: must contain lines"),
-    ("--config deep.yaml", "YAML"),
     ("--config name.yaml", "name.yaml: 'learning_rate' is not a setting"),
     ("--config trust.yaml", "trust.yaml: 'trust_remote_code' is not a setting for a file"),
     ("--config code.yaml", "code.yaml"),
 ]
 FILES = {
     "shape.jsonl": '{"q": "1 + 1", "a": 2}\n' * 20, "tabs.yaml": "env:\n\t- snake",
-    "words.yaml": "just words", "deep.yaml": "[" * 600, "name.yaml": "learning_rate: 1",
+    "words.yaml": "just words", "name.yaml": "learning_rate: 1",
     "trust.yaml": "trust_remote_code: true",
     "code.yaml": "algo: !!python/object/apply:os.system ['touch marker']",
 }  # fmt: skip
@@ -110,7 +101,7 @@ MODELS = {  # what is wrong with a model, and what the message names
 }
 
 
-def change(model, what):
+def damage(model, what):
     """Makes a good model one of `MODELS`."""
     file = model / "model.safetensors"
     weights, up = load_file(file), "model.layers.0.mlp.up_proj.weight"
@@ -125,7 +116,6 @@ def place(tmp_path):
     """The working directory of the commands, with a run called `there` and wrong data."""
     (tmp_path / "runs/there/model").mkdir(parents=True)
     (tmp_path / "runs/there/config.yaml").write_text("algo: grpo\n")
-    (tmp_path / "shapes").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -158,20 +148,9 @@ def test_an_invalid_command_is_one_line_and_code_2(command, capsys, place, line,
 
 @pytest.mark.parametrize("what", MODELS)
 def test_an_unusable_model_is_one_line_and_code_2(command, place, qwen3_folder, what):
-    change(shutil.copytree(qwen3_folder, place / "model"), what)
+    damage(shutil.copytree(qwen3_folder, place / "model"), what)
     flags = ["--model-id", "./model", "--device", "cpu"]
     check_rejected(command, place, flags, MODELS[what])
-
-
-def test_a_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch):
-    package = "wandb"
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, package, raising=False)
-    (tmp_path / package).mkdir()  # wandb/ is what a tracked run leaves behind
-    assert not config.is_installed(package)
-    (tmp_path / package / "__init__.py").touch()
-    importlib.invalidate_caches()
-    assert config.is_installed(package)
 
 
 def test_a_missing_package_is_named_with_the_command_to_install_it(command, place, monkeypatch):
