@@ -42,10 +42,6 @@ def nans(completions):
 def times(completions, factor, **columns):
     return [factor] * len(completions)
 halved = functools.partial(times, factor=0.5)
-class Longest:
-    def __call__(self, completions, **columns):
-        return [float(text == max(completions, key=len)) for text in completions]
-longest = Longest()
 def get_shorter(max_len=4):
     def shorter(completions, **columns):
         return [1 - len(text) / max_len for text in completions]
@@ -150,7 +146,6 @@ def globals_of(spec):
     ("sometimes halved", {"threshold": 0.5}, [1, 0.5, 1], [1, 1, 1]),
     ("halved accuracy", {"correct": "accuracy"}, [1.5, 0.5, 0.5], [1, 0, 0]),
     ("accuracy", {"correct": "rewards.py:sometimes", "threshold": 0.5}, [1, 0, 0], [1, 0, 1]),
-    ("longest rank", {"weights": "1 .5"}, [0, 1, 1.5], [0, 0, 1]),
     ("array", {}, [0, 1, 2], [0, 1, 1]), ("meets also", {}, [2, 2, 2], [1, 1, 1]),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(

@@ -15,7 +15,15 @@ from core.faults import Fault, UsageError
 from core.kv_cache import SharedPrefixCache
 from core.loading import load_policy
 from core.nanollm import make_sampler
-from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
+from core.sampler import (
+    Request,
+    SamplingParams,
+    TorchSampler,
+    draw,
+    keep_likely,
+    params_of,
+    uniforms,
+)
 from core.scoring import score_tokens
 from core.types import Rollout, Turn
 
@@ -130,6 +138,11 @@ def test_seed_and_stream_determine_a_completion(policy):
     assert together[0].token_ids != together[2].token_ids  # equal prompts, different streams
 
 
+def test_the_settings_of_sampling_are_those_of_the_run():
+    cfg = Config(max_tokens=9, temperature=0.5, top_p=0.9, top_k=7, stop=("x",))
+    assert params_of(cfg, 3) == SamplingParams(9, 0.5, 0.9, 7, 3, ("x",))
+
+
 def check_ends(policy, completions, limit):
     """Some of the completions end with the only stop token that they have, others at the limit."""
     assert {c.finish_reason for c in completions} == {"stop", "length"}
@@ -216,6 +229,21 @@ def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy):
         turn.kept_ids = None
     over_all = score_tokens(policy, batch, temperature=0.8)["logprobs"]
     assert (over_all - batch.sampler_logprobs).mean() < -0.05
+
+
+def test_what_is_kept_for_the_trainer_is_what_16_bit_logits_were_drawn_from(qwen3_folder):
+    """Not what quotients of 8 bits would keep: of these many are equal."""
+    rounded = load_policy(Config(device="cpu", dtype="bfloat16"), str(qwen3_folder))
+    rounded.stop_ids, sampler, drawn_from = [], TorchSampler(rounded), []
+
+    def record(logits, params, uniform):
+        likely = keep_likely(logits.float() / params.temperature, params).isfinite()
+        drawn_from.extend(row.nonzero().squeeze(1).tolist() for row in likely)
+        return draw(logits, params, uniform)
+
+    sampler.draw_function = record
+    [found] = sampler.sample(PROMPTS[:1], SamplingParams(40, 0.7, top_p=0.8, seed=2))
+    assert found.kept_ids == drawn_from and len(drawn_from) == 40
 
 
 def test_make_sampler_auto_uses_torch_if_vllm_does_not_start(policy, monkeypatch):

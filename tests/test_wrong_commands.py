@@ -69,7 +69,6 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("--ppo.clip 0.3", "--ppo.clip"),
     ("letter_counting", "letter_counting; see --help"),
     ("--env leter_counting", "letter_counting"),
-    ("--env snake compose:depth=2 pairs=all", 'write snake "compose:depth=2,pairs=all"'),
     ("--env tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
     ("--env snake:opponent=older:1", "needs an environment that names its `agents`"),
     ("--env math_qa:data=shape.jsonl", "row 1"),
