@@ -15,15 +15,7 @@ from core.faults import Fault, UsageError
 from core.kv_cache import SharedPrefixCache
 from core.loading import load_policy
 from core.nanollm import make_sampler
-from core.sampler import (
-    Request,
-    SamplingParams,
-    TorchSampler,
-    draw,
-    keep_likely,
-    params_of,
-    uniforms,
-)
+from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
 from core.scoring import score_tokens
 from core.types import Rollout, Turn
 
@@ -140,7 +132,7 @@ def test_seed_and_stream_determine_a_completion(policy):
 
 def test_the_settings_of_sampling_are_those_of_the_run():
     cfg = Config(max_tokens=9, temperature=0.5, top_p=0.9, top_k=7, stop=("x",))
-    assert params_of(cfg, 3) == SamplingParams(9, 0.5, 0.9, 7, 3, ("x",))
+    assert sampler_module.params_of(cfg, 3) == SamplingParams(9, 0.5, 0.9, 7, 3, ("x",))
 
 
 def check_ends(policy, completions, limit):
