@@ -35,6 +35,16 @@ class Hashed(Echo):
         return [user(f"Repeat {self.number}.")]
 
 
+class Begun(Echo):
+    """The answer begins with what the environment gives; `step` gets all of it."""
+
+    def reset(self, seed):
+        return [*super().reset(seed), {"role": "assistant", "content": "It is "}]
+
+    def step(self, response):
+        return super().step(response.removeprefix("It is ") * response.startswith("It is "))
+
+
 class Pair(MultiAgentEnv):
     """Two agents answer at once; `seats` get a Step."""
 
@@ -107,6 +117,7 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures(monkeypatch
     assert report.openings > 595 and report.held_out > 295 and report.shared == 0
     pair = report_of(Pair, monkeypatch)
     assert pair.problems == [] and pair.rewards == (0.5, 0.5)
+    assert report_of(Begun, monkeypatch).demonstrations == [(1.0, True)] * 3
 
 
 @pytest.mark.parametrize("words", [*PROBLEMS, *WARNINGS])

@@ -60,7 +60,6 @@ CASES = {
     "several turns, filtered": "--env reverse:turns=2 --filter-groups 1 --max-turns 2",
     "ppo in minibatches": "--algo ppo --num-epochs 2 --num-minibatches 2",
     "kl, lora": "--algo reinforce --kl-coef 0.1 --lora-rank 4",
-    "self-play": "--env tic_tac_toe:opponent=self --sft-steps 0 --max-turns 2",
     "older copies": "--env tic_tac_toe:opponent=older:1 --sft-steps 2 --max-turns 2",
     "older weights sample": "--staleness 1 --num-updates 4",
     "a program": f"--env {PROGRAM} --sft-steps 0 --max-turns 2 --lr 1e-3",

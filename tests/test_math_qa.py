@@ -9,7 +9,8 @@ import pytest
 from conftest import needs
 
 import environments.math_qa
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, is_held_out
+from environments import rewarded
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, RunInfo, is_held_out
 from environments.math_qa import MathQA
 from environments.plumbing.math_answers import parse_number
 from environments.plumbing.registry import make
@@ -133,3 +134,13 @@ def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_
         assert env.step(env.demonstrate()).reward == 1.0
         forms.add(form)
     assert forms == {"Twice", "Half", "Next"}
+
+
+def test_a_file_is_used_whole_where_another_one_is_for_evaluation(tmp_path):
+    files = {"train": ROWS[:40], "test": ROWS[40:60]}
+    train, test = (f"math_qa:data={write_lines(tmp_path / f'{name}.jsonl', rows)}"
+                   for name, rows in files.items())  # fmt: skip
+    rewarded.begin_run(RunInfo([train], [test]))
+    found = len(make(train).train), len(make(test).test)
+    rewarded.begin_run(RunInfo((), ()))
+    assert found == (40, 20)

@@ -183,6 +183,14 @@ def test_a_saved_optimizer_continues_exactly(kind, dtype):
     assert torch.equal(whole, resumed) and not torch.equal(whole, part)
 
 
+@needs_bitsandbytes
+def test_a_moment_of_8_bits_takes_a_byte_and_a_64th_from_the_start():
+    weight = nn.Parameter(torch.ones(256, 256))
+    [moments] = adamw_8bit([{"params": [weight], "lr": LR}]).state.values()
+    each = [moments[name] for name in ("state1", "absmax1", "state2", "absmax2")]
+    assert sum(x.nbytes for x in each) == 2 * (1 + 4 / 256) * 256 * 256
+
+
 def test_a_device_without_an_8_bit_step_is_refused():
     policy = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32)
     with pytest.raises(UsageError, match="no 8-bit step for MPS; add --device cpu"):

@@ -142,6 +142,8 @@ def test_the_report_and_the_final_lines_have_the_warnings(tmp_path):
         ("kl_runaway", [9, 30], "KL <b>0.1; try less"), ("sampler_gap", [9], "differ"),
     ]  # fmt: skip
     assert "warnings" not in data["curves"]
+    accuracies = [data["results"][0][end]["accuracy"] for end in ("before", "after")]
+    assert (accuracies, data["num_updates"]) == ([0.2, 0.6], 30)
     assert final_lines(tmp_path, CONFIG)[:3] == [
         "sampler_gap at update 9: differ",  # a cause before its consequence
         "kl_runaway at update 9, 30: KL <b>0.1",

@@ -152,6 +152,12 @@ def test_an_unusable_model_is_one_line_and_code_2(command, place, qwen3_folder, 
     check_rejected(command, place, flags, MODELS[what])
 
 
+def test_a_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "left_behind").mkdir()  # as wandb/ is, by a tracked run
+    assert config.is_installed("torch") and not config.is_installed("left_behind")
+
+
 def test_a_missing_package_is_named_with_the_command_to_install_it(command, place, monkeypatch):
     monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
     check_rejected(command, place, ["--sampler", "vllm"], "pip install")
