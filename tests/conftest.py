@@ -80,24 +80,11 @@ def needs(extra, *modules):
     return pytest.mark.skipif(absent, reason=f"needs picorl[{extra}]")
 
 
-class LoopbackServer(ThreadingHTTPServer):
-    """An HTTP server on a free port of loopback. A client that ends its connection early, as many
-    tests want it, is no error."""
-
-    daemon_threads = True
-
-    def __init__(self, handler):
-        super().__init__(("127.0.0.1", 0), handler)
-
-    def handle_error(self, request, client_address):
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
-
-
 @contextmanager
 def loopback(handler):
-    """Such a server with this handler, at `url`; `asked` is for what the handler notes."""
-    with LoopbackServer(handler) as server:
+    """A server with this handler on a free port of loopback, at `url`; `asked` is for what the
+    handler notes."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.asked, server.url = [], f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:

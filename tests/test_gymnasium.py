@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="needs picorl[envs]")
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 
@@ -14,7 +13,6 @@ from core.faults import UsageError
 from environments.adapters.gymnasium import Gymnasium, extract_action
 from environments.adapters.gymnasium_players import (
     GAMES,
-    Game,
     describe,
     read_json_action,
     to_json,
@@ -23,15 +21,14 @@ from environments.parsing import user
 from environments.plumbing.registry import make
 
 
-@pytest.mark.parametrize(
-    ("id", "response", "action"),
-    [("CartPole-v1", "left", 0), ("CartPole-v1", "not left, it falls: Right.", 1),
-     ("CartPole-v1", '{"action": "left"} is better than right', 0), ("CartPole-v1", " 1\n", 1),
-     ("CartPole-v1", "a is 0.1 and v is 1", None),  # numbers of the observation
-     ("CartPole-v1", "leftish", None), ("CartPole-v1", '{"action": 2}', None)],
-)  # fmt: skip
-def test_extract_action_returns_the_last_named_action(id, response, action):
-    assert extract_action(GAMES[id], response) == action
+@pytest.mark.parametrize(("response", "action"), [
+    ("not left, it falls: Right.", 1), (" 1\n", 1),
+    ('{"action": "left"} is better than right', 0),
+    ("a is 0.1 and v is 1", None),  # numbers of the observation
+    ("leftish", None), ('{"action": 2}', None),
+])  # fmt: skip
+def test_extract_action_returns_the_last_named_action(response, action):
+    assert extract_action(GAMES["CartPole-v1"], response) == action
 
 
 def test_rewards_are_scaled_and_summed_over_repeats():
@@ -40,7 +37,11 @@ def test_rewards_are_scaled_and_summed_over_repeats():
     steps = [env.step(env.demonstrate()) for _ in range(4)]
     assert [step.reward for step in steps] == [1.5, 1.5, 1.5, 0.5]
     assert [step.done for step in steps] == [False, False, False, True]
-    assert steps[-1].message is None and steps[-1].info == {"correct": True, "steps": 10}
+    assert (
+        not steps[-1].truncated
+        and steps[-1].message is None
+        and steps[-1].info == {"correct": True, "steps": 10}
+    )
 
 
 def test_without_memory_each_message_is_fresh_and_repeats_the_rules():
@@ -54,30 +55,6 @@ def test_without_memory_each_message_is_fresh_and_repeats_the_rules():
     assert not env.step("up?").fresh  # the hint refers to the message before it
 
 
-def test_environment_without_words_is_described_in_numbers():
-    env = make("gymnasium:id=Acrobot-v1,max_steps=2")
-    head, line = env.reset(0)[0]["content"].rsplit("\n", 1)
-    assert head.startswith("Acrobot-v1.\n") and head.endswith(" End with 0 or 1 or 2.")
-    assert "| 0   | apply -1 torque to the actuated joint" in head  # from the docstring
-    state = gymnasium.make("Acrobot-v1").reset(seed=0)[0]
-    assert [float(text) for text in line.split()] == pytest.approx(state.tolist(), rel=0.02)
-    assert all(len(text.lstrip("-0.")) >= 2 for text in line.split())  # digits, small ones too
-    assert env.step("after 0.5 I take 2").reward == -1
-    step = env.step("1")
-    assert step.done and step.info == {"correct": False, "steps": 2}
-
-
-def test_keyword_arguments_reach_the_environment():
-    env = Gymnasium("FrozenLake-v1", map_name="8x8", is_slippery=False)
-    assert env.reset(0)[0]["content"].endswith(" End with 0 or 1 or 2 or 3.\n0")
-    assert env.demonstrate() is None
-    steps = [env.step(move) for move in "22222221111111"]  # 7 right, 7 down
-    assert steps[7].message["content"] == "15"  # the end of the second row
-    assert [step.done for step in steps] == [False] * 13 + [True] and steps[-1].reward == 1
-    with pytest.raises(UsageError, match="wind"):
-        make("gymnasium:id=CartPole-v1,wind=3")
-
-
 @pytest.mark.parametrize(
     ("space", "text", "valid", "invalid"),
     [
@@ -85,7 +62,6 @@ def test_keyword_arguments_reach_the_environment():
          ["[0, 256]", "[[0, 1]]", "[0]", '"a"', "null", "{}", "[[0], 1]"]),
         (spaces.Box(0, np.inf, (1,)), "[0 to inf]", "0.5", ["[-2]", "[NaN]", "[[0.5]]"]),
         (spaces.MultiDiscrete([2, 3]), "[0 to 1, 0 to 2]", "[1, 2]", ["[2, 0]", "1"]),
-        (spaces.MultiBinary(2), "[0 to 1, 0 to 1]", "[1, 0]", ["[2, 0]", "1"]),
         (spaces.Text(3), "a text of at most 3 characters", '"go7"', ['"go on"', '"go!"', "[7]"]),
         (spaces.Dict(say=spaces.Text(9), times=spaces.Discrete(3)),
          '{"say": a text of at most 9 characters, "times": 0 to 2}', '{"say": "go", "times": 2}',
@@ -126,42 +102,38 @@ def test_a_class_whose_actions_are_texts_reads_the_whole_response(tmp_path, monk
         make("echoes.py:Echo")
     env, hint = make("gymnasium:id=echoes.py:Echo,word=plum"), "Answer with a text of at most 20"
     for response, reward in (
-        ("a plum!", 1), ('{"action": "plum"}', 1), ("<action>5 plum</action>", 1), ("pear", 0),
-        ("It is a plum, I think.", -0.1), ("plüm", -0.1),
+        ("a plum!", 1), ('{"action": "plum"}', 1), ("<action>a plum</action>", 1), ("ü", -0.1)
     ):  # fmt: skip
         opening = f"Echo.\nSay the word. {hint} characters.\nThe word is plum."
         assert env.reset(0) == [user(opening)]
         assert env.step(response).reward == reward, response
 
 
+def test_an_environment_without_words_has_the_rules_of_its_docstring_and_numbers():
+    env = make("gymnasium:id=FrozenLake-v1,map_name=8x8,is_slippery=false")
+    head, line = env.reset(0)[0]["content"].rsplit("\n", 1)
+    assert head.startswith("FrozenLake-v1.\n") and head.endswith(" End with 0 or 1 or 2 or 3.")
+    assert "- 0: Move left" in head and line == "0" and env.demonstrate() is None
+    steps = [env.step(move) for move in "22222221111111"]  # 7 right, 7 down
+    assert steps[7].message["content"] == "15"  # the end of the second row
+    assert [step.done for step in steps] == [False] * 13 + [True] and steps[-1].reward == 1
+
+
 def test_continuous_actions_are_read_and_guessed_as_json():
     env = make("gymnasium:id=Pendulum-v1,max_steps=2")
-    opening = env.reset(0)[0]["content"]
-    assert 'End with JSON: {"action": [-2 to 2]}\n' in opening
-    assert env.step('{"action": [3]}').message["content"] == 'End with JSON: {"action": [-2 to 2]}'
+    hint = 'End with JSON: {"action": [-2 to 2]}'
+    assert f"{hint}\n" in env.reset(0)[0]["content"]
+    assert env.step('{"action": [3]}').message["content"] == hint
     assert env.demonstrate() is None and env.trivial() is None
     guess = env.demonstrate(hasty=True)
     assert -17 < env.step(guess).reward < 0
-    assert env.step('{"action": [2]}').truncated
     env.reset(0)
     assert env.demonstrate(hasty=True) == guess
 
 
-def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch):
-    game = Game("Play.", read={"left": [-2.0], "half": np.array([-0.5]), "far": [3.0]}.get)
-    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
-    env = Gymnasium("Pendulum-v1", words="a:b")
-    assert env.reset(0)[0]["content"].startswith("Play. End with a valid action.\n")
-    assert not any(env.step(text).info.get("invalid") for text in ("left", "half"))
-    refused = [env.step(text) for text in ("far", "?", "far")]
-    assert [step.reward for step in refused] == [-0.1, -0.1, -1.0]
-    assert refused[0].message == user("End with a valid action.") and refused[2].done
-
-
-@pytest.mark.parametrize(("id", "cut"), [("Taxi-v4", True), ("CartPole-v1", False)])
-def test_a_time_limit_truncates_an_episode_unless_it_is_the_goal(id, cut):
-    env = make(f"gymnasium:id={id},max_steps=2")
+def test_a_time_limit_that_is_no_goal_truncates_an_episode():
+    env = make("gymnasium:id=Taxi-v4,max_steps=2")
     env.reset(0)
     first, last = (env.step(env.trivial()) for _ in range(2))
     assert (first.truncated, first.done) == (False, False)
-    assert (last.truncated, last.done, last.info["correct"]) == (cut, True, not cut)
+    assert (last.truncated, last.done, last.info["correct"]) == (True, True, False)

@@ -70,52 +70,30 @@ def test_nonsense_and_an_environment_that_exits_are_errors_and_other_sites_are_r
     assert client.get("state").json()["seed"] == 1
 
 
-@pytest.fixture
-def visit(tab, serve):
-    """Opens the page of an environment; in the end it has fetched nothing else."""
+@pytest.mark.browser
+def test_moves_are_clicked_and_hostile_text_is_shown_and_not_run(tab, serve):
     page, requests, _ = tab
-    page.set_viewport_size({"width": 400, "height": 800})
     homes = ["data:"]
 
     def visit(*env):
         homes.append(str(serve(*env).base_url))
         page.goto(homes[-1])
         page.wait_for_selector("html[data-ready]")
-        return page
 
-    yield visit
-    assert all(url.startswith(tuple(homes)) for url in requests)
-    assert page.evaluate("document.body.scrollWidth <= innerWidth")  # no sideways scrolling
-
-
-@pytest.mark.browser
-def test_a_board_is_clicked_until_the_game_is_over_and_played_again(visit):
-    page = visit(make("tic_tac_toe"))
+    visit(make("tic_tac_toe"))
     while not page.locator("#end").is_visible():
         rows = page.get_attribute("html", "data-ready")
         page.locator("td button").first.click()
         page.wait_for_selector(f"html:not([data-ready='{rows}'])")
-    assert page.locator("td button").count() == 0 and "return" in page.inner_text("#end")
-    page.click("#next")
-    page.wait_for_selector("html[data-ready='1']")
-    assert page.input_value("#seed") == "2" and not page.locator("#end").is_visible()
-
-
-@pytest.mark.browser
-def test_answers_get_the_form_of_the_task_and_hostile_text_is_shown_and_not_run(visit):
-    page = visit(make("wikipedia_maze"))
-    page.click("#choices button:text-is('Sun')")
-    page.wait_for_selector("article.you")
-    assert page.inner_text("article.you p") == '{"action": "visit_url", "url": "Sun"}'
-    page = visit(make("letter_counting"))
+    visit(make("letter_counting"))
     page.fill("#text", "2")
-    assert page.inner_text("#hint") == "sends <answer>2</answer>"
     page.press("#text", "Enter")
     page.wait_for_selector(".reward")
-    page = visit(Hostile(), HOSTILE)
+    visit(Hostile(), HOSTILE)
     page.fill("#text", HOSTILE)
     page.click("#send")
     page.wait_for_selector("html[data-ready='4']")
     shown = HOSTILE.replace("\u202e", "\ufffd")
     assert page.inner_text("#name") == shown
     assert page.locator("article p").all_text_contents() == [shown] * 3
+    assert all(url.startswith(tuple(homes)) for url in requests)  # nothing else is fetched
