@@ -68,12 +68,12 @@ def test_advantages_of_exercises_3_10_and_7_are_those_of_the_library(tmp_path):
         torch.testing.assert_close(ours, theirs if algo is ppo else {"advantages": theirs})
 
 
-def test_draw_repeats_and_returns_the_log_prob_of_the_token(tmp_path):
-    algorithm = make_algorithm(tmp_path)
+def test_draw_returns_the_log_prob_of_the_token_and_follows_the_numbers(tmp_path):
+    draw = make_algorithm(tmp_path).draw
     logits, params = torch.randn(40, 9), SamplingParams(1, temperature=0.5)
-    ids, logprobs = algorithm.draw(logits, params, torch.full((40,), 0.3))
-    again, _ = algorithm.draw(logits, params, torch.full((40,), 0.3))
-    other, _ = algorithm.draw(logits, params, torch.full((40,), 0.4))
+    (ids, logprobs), (again, _), (other, _) = (
+        draw(logits, params, torch.full((40,), number)) for number in (0.3, 0.3, 0.4)
+    )
     assert torch.equal(ids, again) and not torch.equal(ids, other)
     expected = (logits / 0.5).log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
     assert torch.allclose(logprobs, expected)

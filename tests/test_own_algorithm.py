@@ -1,34 +1,14 @@
 """An algorithm in a file of the user's: it trains, logs, warns, reports and resumes."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import metrics_of
 
-from core.algorithm import algorithm_names, options_of
-from core.config import Config
-from core.files.run_folder import create_run
-from core.settings import config_to_dict, read_config
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "algorithms/README.md").read_text(encoding="utf-8")
 MINE = README.partition("```python\n")[2].partition("```")[0]
-OPTIONS = """from pathlib import Path
-from dataclasses import field
-
-
-@dataclass(frozen=True)
-class Options(LoopOptions):
-    clip_high: float = float("inf")
-    path: Path = Path("a b")
-    parts: dict[str, float] = field(default_factory=lambda: {"a": 1.0, "b": 2.0})
-    ids: set[int] = field(default_factory=lambda: {3, 4})
-    pair: tuple[int, float] = (1, 2.5)
-    limit: int | None = None
-    on: bool = True
-"""
 LAST = "return advantages[turns.of_token]  # [S]: of each sampled token"
 WITH_METRIC = """return {"advantages": advantages[turns.of_token], "mine/best": advantages.mean()}
 
@@ -98,23 +78,3 @@ def compute_loss(tokens, options):
     code, _, err = command(*SHORT, "--algo", "mine.py", *flags)
     assert code == 0, err
     assert metrics_of("runs/a")[-1]["mine/size"] > 0
-
-
-def test_options_of_all_kinds_are_read_again(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(MINE.replace("class Options", "class Unused") + OPTIONS)
-    options = options_of(str(file))()
-    folder = create_run(tmp_path / "a", config_to_dict(Config(algo=str(file), options=options)))
-    assert read_config(folder / "config.yaml").options == options
-    file = tmp_path / "other.py"
-    file.write_text("from typing import Any\n" + MINE.replace("clip_low: float", "clip_low: Any"))
-    options = options_of(str(file))()
-    folder = create_run(tmp_path / "b", config_to_dict(Config(algo=str(file), options=options)))
-    assert read_config(folder / "config.yaml").options == options
-
-
-def test_every_algorithm_of_the_folder_is_found_and_explains_itself():
-    assert {"reinforce", "grpo", "ppo", "gspo", "cispo", "scratch"} <= set(algorithm_names())
-    for name in algorithm_names():
-        options = options_of(name)
-        assert options.__doc__ and sys.modules[options.__module__].__doc__
