@@ -78,7 +78,7 @@ def test_share_weights_keeps_the_logits_and_covers_every_base_weight(small_folde
 
 
 def test_weight_without_a_view_is_copied_by_vllms_loader(policy):
-    def load(p, w):  # interleaved
+    def interleave(p, w):
         p.data.view(2, 16).t().copy_(w.view(16, 2))
 
     engine_model = EngineModel(policy.causal_lm)
@@ -88,7 +88,7 @@ def test_weight_without_a_view_is_copied_by_vllms_loader(policy):
         weights = dict(weights)
         if "model.norm.weight" in weights:
             norm = getattr(engine_model, "model/norm/weight")
-            load(norm, weights.pop("model.norm.weight"))
+            interleave(norm, weights.pop("model.norm.weight"))
         load_weights(weights.items())
 
     engine_model.load_weights = load_norm_differently
@@ -96,16 +96,13 @@ def test_weight_without_a_view_is_copied_by_vllms_loader(policy):
     shared, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
     assert to_load == {"model.norm.weight"}
     assert len(shared) == len(list(engine_model.parameters())) - 1
-    weight = policy.causal_lm.model.norm.weight
-    with torch.no_grad():
-        weight.copy_(torch.arange(32))
-    for _ in range(2):
-        expected = torch.zeros(32)
-        load(expected, weight.data)
+    weight, expected = policy.causal_lm.model.norm.weight, torch.zeros(32)
+    for scale in (1, -2):
+        with torch.no_grad():
+            weight.copy_(scale * torch.arange(32))
+        interleave(expected, weight.data)
         weight_sharing.load_weights(policy.causal_lm, engine_model, to_load)
         assert torch.equal(norm, expected)
-        with torch.no_grad():
-            weight.mul_(-2)
     assert storage(norm) != storage(weight)
 
 
