@@ -1,13 +1,11 @@
 """Quick environments are called in order, those that wait side by side and within a limit."""
 
 import faulthandler
-import random
 import signal
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from test_env_failures import OneTurn
@@ -15,14 +13,12 @@ from test_episodes import PARAMS, Scripted, message
 
 from core import calls, pool
 from core.calls import Calls, in_thread
-from core.context import Renderer
 from core.episodes import RolloutCollector
-from core.extras.tools import ToolRenderer
 from core.faults import Stopped
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.terminal.interrupt import Interrupt
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import Env, Step
 from environments.plumbing import registry
 
 
@@ -41,24 +37,6 @@ class Uneven(Env):
         )
 
 
-class Pair(MultiAgentEnv):
-    """Ann and Bob act together; for the last turn, Bob alone."""
-
-    def reset(self, seed):
-        self.left = seed % 3
-        return {"ann": [message(f"begin {seed}")], "bob": [message("?" * seed)]}
-
-    def step(self, responses):
-        self.left -= 1
-        if self.left == 1:
-            return {"ann": Step(None, 1.0, True), "bob": Step(message("on"), 2.0, False)}
-        done = self.left <= 0
-        return {
-            name: Step(None if done else message("on"), len(text), done)
-            for name, text in responses.items()
-        }
-
-
 @pytest.fixture
 def collector(policy, monkeypatch):
     """A collector of 9 turns whose environment "slow" is of this class, and its tasks."""
@@ -71,21 +49,7 @@ def collector(policy, monkeypatch):
     return make
 
 
-def test_quick_environments_are_called_in_order_in_this_thread(policy, collector):
-    class Seen(Uneven):
-        def step(self, response):
-            seen.append((self.seed, threading.current_thread(), random.random()))
-            return OneTurn.result()
-
-    seen = []
-    random.seed(3)
-    made, tasks = collector(Seen, 4)
-    made.collect(tasks, Scripted(policy), PARAMS)
-    random.seed(3)
-    assert seen == [(n, threading.main_thread(), random.random()) for n in range(4)]
-
-
-def test_those_that_wait_are_called_side_by_side_and_each_in_turn(policy, collector):
+def test_those_that_wait_are_called_side_by_side(policy, collector):
     class Together(OneTurn):
         waits = True
 
@@ -93,32 +57,21 @@ def test_those_that_wait_are_called_side_by_side_and_each_in_turn(policy, collec
             together.wait(60)  # all four wait for each other
             return super().step(response)
 
-    class Two(Pair):
-        waits, at_work = True, 0
-
-        def demonstrate(self, agent, hasty=False):
-            Two.at_work += 1
-            time.sleep(0.02)
-            seen.append(Two.at_work)
-            Two.at_work -= 1
-            return agent
-
-    together, seen = threading.Barrier(4), []
+    together = threading.Barrier(4)
     made, tasks = collector(Together, 4)
     assert not any(r.error for r in made.collect(tasks, Scripted(policy), PARAMS))
-    made, tasks = collector(Two, 3)
-    rollouts = made.demonstrate(tasks[2:])
-    assert len(seen) >= 2 and {*seen} == {1} and not rollouts[0].error
 
 
-def test_a_long_quick_call_shows_its_line_and_between_calls_the_loop_looks_at_ctrl_c(
+def test_quick_calls_are_made_in_order_in_this_thread_and_a_long_one_shows_its_line(
     policy, collector, monkeypatch
 ):
-    class Long(OneTurn):
+    """Between two calls the loop looks at Ctrl-C."""
+
+    class Long(Uneven):
         def step(self, response):
             time.sleep(0.05)
-            made.append([*armed])
-            return super().step(response)
+            made.append((self.seed, threading.current_thread(), [*armed]))
+            return OneTurn.result()
 
     made, looks, armed = [], [], []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *a, **b: armed.append((a, b)))
@@ -127,7 +80,8 @@ def test_a_long_quick_call_shows_its_line_and_between_calls_the_loop_looks_at_ct
     collect, tasks = collector(Long, 4, env_timeout=0.01)
     rollouts = collect.collect(tasks, Scripted(policy), PARAMS, lambda: looks.append(len(made)))
     assert {*looks} == {0, 1, 2, 3, 4}
-    assert made == [[((60.0,), {"file": sys.__stderr__})]] * 4 and not armed
+    shown = [((60.0,), {"file": sys.__stderr__})]
+    assert made == [(seed, threading.main_thread(), shown) for seed in range(4)] and not armed
     assert [r.error for r in rollouts] == [""] * 4  # --env-timeout is for those that wait
 
 
@@ -175,19 +129,16 @@ def test_a_signal_ends_no_other_thread_than_that_of_the_call(policy, collector):
         assert isinstance(played.exception(60), Stopped)  # after the call
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [(Uneven, 1.0), (Pair, 0.0)])
-def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(
-    policy, collector, kind, temperature
-):
+def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(policy, collector):
     policy.stop_ids = sorted({*range(0, 704, 9), *policy.stop_ids})
     policy.max_length = 150  # some contexts are full
-    params, alone = SamplingParams(10, temperature, seed=5), []
-    made, tasks = collector(kind, 12, 3, env_workers=1)
+    params, alone = SamplingParams(10, 1.0, seed=5), []
+    made, tasks = collector(Uneven, 12, 3, env_workers=1)
     expected = made.collect(tasks, TorchSampler(policy), params)
     sampler = TorchSampler(policy)
     add = sampler.add
     sampler.add = lambda request: alone.append(request.alone) or add(request)
-    made, tasks = collector(type("Alone", (kind,), {"waits": True, "alone": True}), 12, 3)
+    made, tasks = collector(type("Alone", (Uneven,), {"waits": True, "alone": True}), 12, 3)
     rollouts = made.collect(tasks, sampler, params)
     assert all(alone)  # NanoLLM then draws by seeds
     for found, rollout in zip(rollouts, expected, strict=True):
@@ -195,7 +146,7 @@ def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(
             turn.sampler_logprobs = []  # which differ in the last digits
         assert found == rollout and not found.error
     assert len({len(r.turns) for r in expected}) >= 2
-    assert kind is Pair or any(r.episode_truncated for r in expected)
+    assert any(r.episode_truncated for r in expected)
 
 
 def test_the_first_of_those_that_wait_is_built_alone(policy, collector, monkeypatch):
@@ -217,7 +168,9 @@ def test_the_first_of_those_that_wait_is_built_alone(policy, collector, monkeypa
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_failure_costs_its_own_episode(policy, collector, waits):
+def test_a_failure_costs_its_own_episode_and_what_is_late_is_not_used_again(
+    policy, collector, waits
+):
     class Faulty(Uneven):
         def reset(self, seed):
             if seed == 1:
@@ -227,47 +180,29 @@ def test_a_failure_costs_its_own_episode(policy, collector, waits):
         def step(self, response):
             if self.seed == 2:
                 go.wait(60 if waits else 0)
-            if self.seed == 3 and self.left == 2:
-                raise EnvFailure("gone")
             return super().step(response)
 
         def close(self):
             closed.append(self.seed)
 
-    class Partial(Scripted):
-        def complete(self, request):
-            failed = "task 0...." in request.chat[0]["content"]
-            found = super().complete(request)
-            return replace(found, finish_reason="error", text="no server") if failed else found
-
     Faulty.waits, closed, go = waits, [], threading.Event()
-    made, tasks = collector(Faulty, 8, env_timeout=1.0)
-    rollouts = made.collect(tasks, Partial(policy), PARAMS)
-    assert [r.error.partition(" (test_calls.py")[0] for r in rollouts] == [
-        "", "OSError: no disk",
-        "TimeLimit: no answer in 1 seconds (--env-timeout)" if waits else "",
-        "EnvFailure: gone", "", "", "EnvFailure: no server", "",
-    ]  # fmt: skip
-    assert [len(r.turns) for r in rollouts] == [1, 0, 1 if waits else 3, 3, 1, 2, 0, 4]
+    made, tasks = collector(Faulty, 4, env_timeout=1.0)
+    rollouts = made.collect(tasks, Scripted(policy), PARAMS)
+    late = "TimeLimit: no answer in 1 seconds (--env-timeout)" if waits else ""
+    errors = [r.error.partition(" (test_calls.py")[0] for r in rollouts]
+    assert errors == ["", "OSError: no disk", late, ""]
+    assert [len(r.turns) for r in rollouts] == [1, 0, 1 if waits else 3, 4]
     made.close()
     assert closed and (2 in closed) != waits  # it is still at work
     go.set()
 
 
-def test_what_a_call_still_returns_after_its_limit_is_dropped():
-    made, go = Calls(1, 0.05), threading.Event()
-
-    def ended():
-        while not (found := made.ended(0.01)):
-            pass
-        [(key, (value, error))] = found
-        return key, value, type(error)
-
-    made.start("hangs", lambda: go.wait(60))
-    assert ended() == ("hangs", None, calls.TimeLimit)
+def test_a_call_without_a_limit_and_one_that_is_forgotten():
+    made = Calls(1, 0.05)
     made.start("unlimited", lambda: time.sleep(0.1) or 3, limited=False)
-    go.set()
-    assert ended() == ("unlimited", 3, type(None))
+    while not (found := made.ended(0.01)):
+        pass
+    assert found == [("unlimited", (3, None))]
     made.start("forgotten", time.monotonic)
     assert made.clear() == ["forgotten"] and not made.ended(0.1) and not made.num_open
 
@@ -296,27 +231,6 @@ def test_heavy_environments_are_capped_reused_and_closed(policy, collector, wait
     assert max(most) == 2 and len(living) == 2  # the failed one is closed, the others are idle
     made.close()
     assert not living
-
-
-@pytest.mark.parametrize("renderer", [Renderer, ToolRenderer])  # others of the run have tools
-@pytest.mark.parametrize("tools", [False, True])
-def test_environments_are_stepped_together_but_those_with_tools(policy, collector, renderer, tools):
-    sizes = []
-
-    def look() -> str:
-        """Look."""
-
-    class Batched(Uneven):
-        @classmethod
-        def step_batch(cls, envs, responses):
-            sizes.append(len(envs))
-            return super().step_batch(envs, responses)
-
-    Batched.tools = (look,) if tools and renderer is ToolRenderer else ()
-    made, _ = collector(Batched, 0, renderer=renderer)
-    for number in (4, 2):
-        made.collect([Task("slow", 0, i) for i in range(number)], Scripted(policy), PARAMS)
-    assert sizes == ([] if Batched.tools else [4, 2])
 
 
 def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_are_whole(

@@ -67,20 +67,15 @@ def own_code(tmp_path, marker, monkeypatch):
     return write
 
 
-def test_code_of_a_tokenizer_runs_only_if_trusted(own_code, marker):
-    own = {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
-    folder = own_code("tokenizer_config.json", own)
-    with pytest.raises(UsageError, match="--trust-remote-code"):
-        load_policy(Config(device="cpu"), folder)
-    assert not marker.exists()
-    assert load_policy(Config(device="cpu", trust_remote_code=True), folder).trust_remote_code
-    assert marker.exists()
-
-
-def test_code_of_a_model_runs_only_in_a_command_that_trusts_it(own_code, marker, command):
-    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    folder = own_code("config.json", {"model_type": "own", "auto_map": own})
-    flags = ["--model-id", folder, *SMALL, "--num-updates", "0", "--run-name", "a"]
+@pytest.mark.parametrize("name, own", [
+    ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}),
+    ("config.json", {"model_type": "own", "auto_map": {
+        "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}),
+])  # fmt: skip
+def test_code_of_a_model_runs_only_in_a_command_that_trusts_it(
+    own_code, marker, command, name, own
+):
+    flags = ["--model-id", own_code(name, own), *SMALL, "--num-updates=0", "--run-name", "a"]
     assert command(*flags, "--trust-remote-code")[0] == 0
     assert marker.exists()
     marker.unlink()

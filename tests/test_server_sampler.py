@@ -92,7 +92,7 @@ def learnt(policy):
     return policy
 
 
-def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(server, policy, tmp_path):
+def test_each_sync_names_the_adapter_and_only_its_tokens_are_taken(server, policy, tmp_path):
     sampler = ServerSampler(policy, URL + "/v1/", tmp_path / "adapters")
     first, old = sampler.sample(PROMPTS, PARAMS), sampler.name
     assert sampler.sample(PROMPTS, PARAMS) == first  # with the same seeds
@@ -107,6 +107,11 @@ def test_each_sync_gives_the_adapter_a_new_name_and_the_draws_its_weights(server
     names = [body["model"] for path, body in server.asked if path == SAMPLE]
     assert names[1:] == [old] * 17 + [sampler.name] * 8 and old != sampler.name
     assert len([*tmp_path.glob("adapters/*")]) == 1  # the present one
+    for name, reason in (("base", "stop"), (sampler.name, "abort")):
+        answer = completion(name, [5], [-1.0], reason)
+        server.instead = lambda path, body, answer=answer: (200, answer)
+        with pytest.raises(NoServer, match=f"no whole completion of {sampler.name}"):
+            sampler.sample(PROMPTS, PARAMS)
     sampler.close()
     assert not (tmp_path / "adapters").exists()
 
@@ -128,33 +133,21 @@ def test_a_server_that_does_not_suit_is_refused(server, policy, tmp_path, path, 
     assert not (tmp_path / "adapters").exists()
 
 
-def test_tokens_of_other_weights_and_parts_of_completions_are_not_taken(server, policy, tmp_path):
-    sampler = ServerSampler(policy, URL, tmp_path / "adapters")
-    for answer in (completion("base", [5], [-1.0]), completion(sampler.name, [5], [-1.0], "abort")):
-        server.instead = lambda path, body, answer=answer: (200, answer)
-        with pytest.raises(NoServer, match=f"no whole completion of {sampler.name}"):
-            sampler.sample(PROMPTS, PARAMS)
-
-
 def test_a_server_that_fails_ends_the_run_which_goes_on_to_the_same_metrics(
     command, server, qwen3_folder
 ):
     flags = [*RUN, "--model-id", qwen3_folder]
     assert command(*flags, "--run-name", "whole")[0] == 0
-    for name, fails in (("load", LOAD), ("sample", SAMPLE)):
-
-        def busy(path, body, fails=fails):  # with the weights after update 2
-            return (503, "busy") if path == fails and "-v4" in str(body) else None
-
-        server.instead = busy
-        code, _, err = command(*flags, "--run-name", name)
-        assert code == 1 and "status 503" in err and f"--resume runs/{name}" in err
-        assert find_checkpoint(Path("runs", name)).progress["update"] == 2  # not only update 1
-        assert not Path("runs", name, "adapters").exists()
-        server.instead = lambda path, body: None
-        assert command("--resume", f"runs/{name}")[0] == 0
-        assert metrics_of(f"runs/{name}") == metrics_of("runs/whole")
-    assert max(record.get("gap/logprob_max", 0) for record in metrics_of("runs/load")) < 1e-5
+    busy = (503, "busy")  # with the weights after update 2
+    server.instead = lambda path, body: busy if path == LOAD and "-v4" in str(body) else None
+    code, _, err = command(*flags, "--run-name", "a")
+    assert code == 1 and "status 503" in err and "--resume runs/a" in err
+    assert find_checkpoint(Path("runs", "a")).progress["update"] == 2  # not only update 1
+    assert not Path("runs", "a", "adapters").exists()
+    server.instead = lambda path, body: None
+    assert command("--resume", "runs/a")[0] == 0
+    assert metrics_of("runs/a") == metrics_of("runs/whole")
+    assert max(record.get("gap/logprob_max", 0) for record in metrics_of("runs/a")) < 1e-5
 
 
 @pytest.fixture
