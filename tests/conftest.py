@@ -85,6 +85,7 @@ def loopback(handler):
     """A server with this handler on a free port of loopback, at `url`; `asked` is for what the
     handler notes."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.handle_error = lambda *_: None  # clients may end their connection early
         server.asked, server.url = [], f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
