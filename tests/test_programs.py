@@ -426,6 +426,26 @@ def test_of_answers_that_read_alike_the_one_that_is_sent_back_goes_on(policy):
         assert ask("?", sent, "on")[1].ids[: len(begun)] == begun
 
 
+def test_a_reset_and_close_end_the_program(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    env = make(write("""
+import os, time
+def run(task, client):
+    open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+    try:
+        client.responses.create(model="m", input="?")
+    finally:
+        time.sleep(600)
+"""))  # fmt: skip
+    env.reset(1)
+    env.reset(2)
+    env.close()
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    for pid in pids:
+        wait_for_the_end_of(int(pid))
+
+
 COMMANDS = {  # program in Python, the error of its episode, or the reward
     "print('a line'); print(json.dumps({'reward': 0.5, 'cost': 7}))": 0.5,
     "print('well done')": 0.0,
