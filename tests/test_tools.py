@@ -4,12 +4,14 @@ The templates are those that TRL has. The tokenizer has one token per byte.
 """
 
 import asyncio
+import enum
 import json
 import re
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from test_chat_template import EACH, HI, byte_tokenizer, opens, template_of, trl
 from test_episodes import AtOnce
 
@@ -278,12 +280,17 @@ def test_results_are_appended_to_the_sampled_ids_by_environments_and_for_program
     assert "The second." in opening and opening.count("Add two numbers.") == 1
 
 
-def test_results_and_what_the_user_says_are_one_message_of_a_template_without_results(policy):
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_results_and_what_the_user_says_are_one_message_of_a_template_without_results(
+    policy, has_tools
+):
     called = {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     opening = [user("2 + 3?"), {"role": "assistant", "content": "", "tool_calls": [called]},
                {"role": "tool", "content": "5"}, user("And twice that?")]  # fmt: skip
     with_template(policy, "mistral")
-    text = policy.tokenizer.decode(prompt_ids(policy.tokenizer, opening))
+    ids = prompt_ids(policy.tokenizer, opening, schemas(Adder()) if has_tools else ())
+    text = policy.tokenizer.decode(ids)
+    assert ("</tools>\n\n2 + 3?" in text) == has_tools
     assert text.endswith(
         f"2 + 3?<|im_end|>\n<|im_start|>assistant\n{call_text('add', a=2, b=3)}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\n5\n</tool_response>\nAnd twice that?<|im_end|>\n"
@@ -316,9 +323,11 @@ def tag(
     (call_text("subtract", a=1), "error: there is no tool 'subtract'; there are add, crash"),
     (call_text("add", a=1), "error: add: 'b' is a required property"),
     (call_text("add", a=1, b=2, c=3), "error: add: .*'c' was unexpected"),
+    (call_text("add", a=1, b="x"), "error: add.b: 'x' is not of type 'integer'"),
     (call_text("add", a="1", b=2), "3"),  # some formats have texts only
     ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "error: " + UNREADABLE),
     (call_text("crash"), "error: ValueError: no .* today"),
+    (call_text("tag", words=["Kraków"], counts={}), r'\[\["Kraków"\], \{\}, null, null\]'),
     (call_text("tag", words='["3"]', counts='{"a": 1}', place="2", kind="noun"),
      r'\[\["3"\], \{"a": 1\}, 2, "noun"\]'),
     (call_text("tag", words=["a", 2], counts={}), "error: tag.words.1: 2 is not of type 'string'"),
@@ -326,7 +335,8 @@ def tag(
     (call_text("tag", words=[], counts={}, kind=None), ".*null, null"),
 ])  # fmt: skip
 def test_a_call_has_a_result_and_the_episode_goes_on(call, result):
-    env = adder_with(*Adder().tools, tag)
+    own = Adder()
+    env = adder_with(*own.tools, tag)
     step = env.step(call)
     content, failed = step.message["content"], result.startswith("error")
     assert re.match(result, content)
@@ -334,12 +344,39 @@ def test_a_call_has_a_result_and_the_episode_goes_on(call, result):
     assert env.step("ok").reward == 1.0
 
 
+class Size(enum.Enum):
+    SMALL = "small"
+
+
+def sized(size: list[Size] | None) -> str:
+    """
+    Size.
+
+    Args:
+        size: Some.
+    """
+    return ""
+
+
+def positional(a: int, /) -> str:
+    """
+    Give a place.
+
+    Args:
+        a: The place.
+    """
+    return ""
+
+
 @pytest.mark.parametrize(("found", "named"), [
-    ([tag, tag], "two tools"), ([lambda x: x], "docstring"), ("add", "list of functions"),
+    ([sized], "Enum"), ([positional], "positional only"), ([tag, tag], "two tools"),
+    ([lambda x: x], "docstring"), ("add", "list of functions"),
 ])  # fmt: skip
 def test_a_tool_that_cannot_be_called_is_refused(found, named):
+    env = Adder()
+    env.tools = found
     with pytest.raises(UsageError, match=named):
-        schemas(SimpleNamespace(tools=found))
+        ToolEnv(env).reset(0)
 
 
 def test_async_tools_are_awaited_in_one_event_loop():
@@ -351,21 +388,32 @@ def test_async_tools_are_awaited_in_one_event_loop():
     assert first == second and int(first["content"])
 
 
-def test_a_result_without_a_text_is_named_and_one_of_too_many_digits_is_the_policys_error():
-    """No policy learns from an address."""
+class Bare:
+    """Python shows an object of it by its address."""
 
-    def look(digits: int | None = None) -> list:
-        """
-        Look.
 
-        Args:
-            digits: How many.
-        """
-        return [10**digits if digits else object()]
+@pytest.mark.parametrize(("result", "text"), [
+    (np.float32(2.5), "2.5"),
+    ({"prices": np.array([1, 2]), "mean": torch.tensor(1.5)}, '{"prices": [1, 2], "mean": 1.5}'),
+    ({"tea", "jam"}, '["jam", "tea"]'),
+    ([10**5000], "error: ValueError: Exceeds the limit (4300 digits) for integer string "
+     "conversion; use sys.set_int_max_str_digits() to increase the limit"),  # the policy's doing
+    ([{"type": "image", "image": Bare()}], "returned list: Bare has no text"),
+    ((i for i in range(3)), "returned generator: generator has no text"),
+    ({(1, 2): 3}, "returned dict: keys must be"),
+])  # fmt: skip
+def test_a_result_is_a_text_or_json_or_names_the_tool_and_the_type(result, text):
+    """No policy learns from an address; that a tool has no text is not the policy's error."""
+
+    def look() -> str:
+        """Looks."""
+        return result
 
     env = adder_with(look)
-    assert "error: ValueError: " in env.step(call_text("look", digits=5000)).message["content"]
-    with pytest.raises(TypeError, match="the tool look returned list: object has no text"):
+    if not text.startswith("returned"):
+        assert env.step(call_text("look")).message["content"] == text
+        return
+    with pytest.raises(TypeError, match=f"the tool look {text}"):
         env.step(call_text("look"))
 
 

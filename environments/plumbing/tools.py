@@ -20,7 +20,8 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from jsonschema import Draft4Validator  # of this draft, as 3.0 is no integer in it
 
@@ -80,10 +81,14 @@ def schemas(env: Any) -> list[dict[str, Any]]:
         name = getattr(tool, "__name__", repr(tool))
         try:
             schema = get_json_schema(tool)
+            inspect.signature(tool).bind(**parameters_of(schema))  # as a call does, by name
+            hints = get_type_hints(tool)
+            if any(_is_enum(hint) for key, hint in hints.items() if key != "return"):
+                raise TypeError("it gets the value of an Enum as a text: take Literal")
         except Exception as error:
             reason = " ".join(str(error).split())
-            text = f"the tool {name} needs type hints and a docstring with Args: {reason}"
-            raise UsageError(text[:500]) from error
+            raise UsageError(f"the tool {name} needs type hints, a docstring with Args:, and "
+                             f"arguments with names: {reason}"[:500]) from error  # fmt: skip
         if name_of(schema) in map(name_of, found):
             raise UsageError(f"two tools have the name {name}")
         found.append(schema)
@@ -299,3 +304,8 @@ def _as_type(value: Any, schema: dict[str, Any]) -> Any:
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
+
+
+def _is_enum(hint: Any) -> bool:
+    own = isinstance(hint, type) and issubclass(hint, Enum)
+    return own or any(map(_is_enum, get_args(hint)))
