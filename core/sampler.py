@@ -19,8 +19,7 @@ their draws differ. V is the vocabulary.
 
 If memory runs out, half of the batch begins again (`_begin_again_with_half`).
 
-Its log-probs are those of the distribution that it draws from, after temperature, top-k and
-top-p;
+Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p;
 at temperature 0, which draws nothing, those of temperature 1.
 """
 
