@@ -3,14 +3,18 @@
 import json
 import os
 import sys
+import time
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
 
 import pytest
 from conftest import AGENTS, wait_for_the_end_of
 
 from core.batching import to_tokens
+from core.calls import in_thread
 from core.config import Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
@@ -117,9 +121,7 @@ class Recorder(TorchSampler):
         kind = sum(completion.token_ids) % 9
         if kind > 3:
             return completion
-        text = ["", "<think>hm</think>\n", "A word first. ", "  "][kind] + self.call * (
-            1 + kind % 2
-        )
+        text = ["", "<think>hm</think>\n", "A word first. ", "  "][kind] + CALL * (1 + kind % 2)
         ids = [*self.policy.tokenizer.encode(text), self.policy.end_of_turn_id]
         return Completion(ids, [-0.5] * len(ids), text, "stop")
 
@@ -218,12 +220,11 @@ def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, n
         assert tuple(sequence.token_ids[:end]) in contexts
 
 
-def test_rewards_info_limits_and_held_out_tasks(policy, write):
+def test_rewards_info_and_held_out_tasks(policy, write):
     spec = write("""
 def run(row, client):
-    for limit in ({"stop": ["e", "a", "o", " "]}, {"max_tokens": 2}):
-        asked = [{"role": "user", "content": "?"}]
-        client.chat.completions.create(model="m", messages=asked, **limit)
+    for _ in range(2):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
     return {"reward": row["n"] / 32, "turns": [0.25, 0.5], "cost": 7}
 """)
     env = make(spec)
@@ -235,8 +236,6 @@ def run(row, client):
         assert rollout.info["correct"] == (n >= 32)
         assert rollout.info["cost"] == 7 and {"n": n} in env.train
         assert not rollout.episode_truncated
-        stopped, short = (turn.completion_ids for turn in rollout.turns)
-        assert not {*"eao "} & {*policy.tokenizer.decode(stopped[:-1])} and len(short) <= 2
     env.reset(EVAL_SEEDS[0])
     env.refuse(env.asks[0], "beyond a limit", "limit")
     env.reset(EVAL_SEEDS[1])
@@ -246,6 +245,7 @@ def run(row, client):
 
 FAILURES = {  # statement: the error of its episode, or the reward
     "1 / 0": 0.0,
+    "return None": 0.0,
     "return float('nan')": 0.0,
     "return {'reward': 1, 'score': {1, 2}}": 0.0,
     "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
@@ -256,11 +256,12 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "print('{\"result\": 7}', flush=True); return 0.5": 0.5,
     "os._exit(3)": 0.0,
+    "os.fork(); return 0.5": 0.5,
     "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "[safe(client) for _ in range(9)]; return 0.5": 0.5,  # more than --max-turns
     "[safe(client) for _ in range(9)]; raise ConnectionError('as a framework calls it')": 0.0,
-    "[safe(client) for _ in range(99)]": "TimeoutError: 20 requests got no answer: the episode",
+    "while True: safe(client)": "TimeoutError: 20 requests got no answer: the episode",
 }
 
 
@@ -326,12 +327,44 @@ def run(task, client):
     assert line.startswith("an agent ended with KeyError") and "(program.py, line 5)" in line
 
 
-ASKING = """
-import asyncio, os, subprocess, threading
+def test_a_failure_names_why_nothing_was_answered(policy, write, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which is not asked
+    spec = write("""
+import openai
+def run(task):
+    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    try:
+        openai.OpenAI().chat.completions.create(
+            model="m", messages=[{"role": "user", "content": image}])
+    except openai.BadRequestError:
+        return 1.0
+""")
+    [rollout] = collect(policy, spec, 1)
+    assert "no request of the program was answered: only contents of text are" in rollout.error
+
+
+ASKING = '''
+import asyncio, os, queue, subprocess, sys, threading
 from openai import AsyncOpenAI, OpenAI
-MADE, LOCK = OpenAI(), asyncio.Lock()
+MADE, JOBS, LOCK = OpenAI(), queue.Queue(), asyncio.Lock()
+SCRIPT = """
+import json, os, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"model": "m", "input": os.environ["SAY"]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/responses"
+urllib.request.urlopen(urllib.request.Request(url, body, headers))
+"""
 def ask(client, task):
     client.responses.create(model="m", input=f"I am {task['n']}")
+def work():
+    while job := JOBS.get():
+        ask(*job)
+        JOBS.task_done()
+def in_a_fork(task):
+    if not (pid := os.fork()):
+        ask(OpenAI(), task)
+        os._exit(0)
+    os.waitpid(pid, 0)
 def note(pid):
     open(os.environ["PIDS"], "a").write(f"{pid}\\n")
 def detached(task):
@@ -361,22 +394,31 @@ ASYNC def run(task, client):
     ask(client, task)
     BODY
     return 1.0
-"""
+'''
+WAYS = {  # in which a program asks for its episode
+    "a process": "subprocess.run([sys.executable, '-c', SCRIPT], check=True, "
+    "env=os.environ | {'SAY': f'I am {task[\"n\"]}'})",
+    "an async program": "await in_an_executor(task)",
+    "a worker thread": "threading.Thread(target=work, daemon=True).start(); "
+    "JOBS.put((MADE, task)); JOBS.join()",
+    "a fork": "in_a_fork(task)",
+    "a detached child": "detached(task)",
+    "what goes on after it": "left_behind(task)",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["await in_an_executor", "detached", "left_behind"])
+@pytest.mark.parametrize("way", WAYS)
 def test_every_request_is_of_its_own_episode(policy, write, tmp_path, monkeypatch, way):
-    if not hasattr(os, "fork") and way == "detached":
+    if not hasattr(os, "fork") and way in ("a fork", "a detached child"):
         pytest.skip("this system has no fork")
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    kind = "async " * ("await" in way)
-    program = ASKING.replace("ASYNC ", kind).replace("BODY", f"{way}(task)")
+    program = ASKING.replace("BODY", WAYS[way]).replace("ASYNC ", "async " * ("await" in WAYS[way]))
     for rollout in collect(policy, write(program), 6, max_tokens=2):
         assert (rollout.error, rollout.episode_return) == ("", 1.0) and len(rollout.turns) >= 2
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
         said = {m["content"] for m in rollout.messages if m["role"] == "user"}
         assert said == {f"I am {n}"}
-    if "await" not in way:  # what goes on after it ends with it
+    if way in ("a detached child", "what goes on after it"):
         for pid in (tmp_path / "pids").read_text().split():
             wait_for_the_end_of(int(pid))
 
@@ -398,12 +440,43 @@ def run(task, client):
     assert sizes == [6, 6]
 
 
-def test_an_episode_without_an_answer_and_a_prompt_without_room_are_errors(policy, write):
-    [rollout] = collect(policy, write("def run(task): return 1.0"), 1)
-    assert "no request of the program was answered: it sent none" in rollout.error
-    [rollout] = collect(policy, write(ONE_REQUEST), 1)
-    policy.max_length = len(rollout.turns[0].prompt_ids)
-    assert "tokens do not fit into" in collect(policy, write(ONE_REQUEST), 1)[0].error
+def test_a_request_stays_within_the_limits_of_the_run_and_its_own(policy, write):
+    """Two requests at the same time for two answers each, with --max-turns 3."""
+    spec = write("""
+from concurrent.futures import ThreadPoolExecutor
+def run(task, client):
+    def ask(_):
+        try:
+            return client.with_options(max_retries=0).chat.completions.create(
+                model="m", n=2, max_tokens=most, messages=[{"role": "user", "content": "?"}],
+                stop=["e", "a", "o", " "])
+        except Exception:
+            pass
+    most = 2 if task["n"] % 2 else 99
+    [found] = filter(None, ThreadPoolExecutor(2).map(ask, range(2)))
+    texts = [choice.message.content for choice in found.choices]
+    return {"reward": 1, "most": min(most, 9), "stopped": any(set("eao ") & {*t} for t in texts)}
+""")
+    ends = set()
+    for rollout in collect(policy, spec, 8, max_turns=3, max_tokens=9):
+        assert [m["role"] for m in rollout.messages] == ["user", "assistant", "assistant"]
+        first, second = (turn.completion_ids for turn in rollout.turns)
+        assert first != second and max(len(first), len(second)) <= rollout.info["most"]
+        assert rollout.episode_truncated and not rollout.info["stopped"]
+        for turn in rollout.turns:  # up to the token that completes a stop sequence
+            assert not {*"eao "} & {*policy.tokenizer.decode(turn.completion_ids[:-1])}
+            ends.add(turn.finish_reason)
+    assert ends == {"stop", "length"}
+
+
+def test_a_prompt_needs_room_for_a_token(policy, write):
+    spec = write(ONE_REQUEST)
+    [rollout] = collect(policy, spec, 1)
+    policy.max_length = len(rollout.turns[0].prompt_ids) + 1
+    [rollout] = collect(policy, spec, 1)
+    assert [len(turn.completion_ids) for turn in rollout.turns] == [1]
+    policy.max_length -= 1
+    assert "tokens do not fit into" in collect(policy, spec, 1)[0].error
 
 
 def test_of_answers_that_read_alike_the_one_that_is_sent_back_goes_on(policy):
@@ -426,28 +499,62 @@ def test_of_answers_that_read_alike_the_one_that_is_sent_back_goes_on(policy):
         assert ask("?", sent, "on")[1].ids[: len(begun)] == begun
 
 
-def test_a_reset_and_close_end_the_program(write, tmp_path, monkeypatch):
+def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):
+    spec = write("""
+def run(task, client):
+    def ask(messages):
+        answer = client.chat.completions.create(model="m", messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
+    main = [{"role": "user", "content": "main"}]
+    ask(main)
+    ask([{"role": "user", "content": "another"}])
+    ask(main)
+    return {"reward": 100, "turns": [1, 2, 3]}
+""")
+    for rollout in collect(policy, spec, 6):
+        first, _, third = (turn.prompt_ids for turn in rollout.turns)
+        assert third[: len(first)] == first
+        assert [turn.reward for turn in rollout.turns] == [1, 2, 103]
+        assert len(to_tokens([rollout]).sequences) == 2
+
+
+def test_a_reset_ends_the_program_of_the_episode_before(write, tmp_path, monkeypatch):
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     env = make(write("""
 import os, time
-def run(task, client):
+def run(task):
     open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
-    try:
-        client.responses.create(model="m", input="?")
-    finally:
-        time.sleep(600)
+    time.sleep(600)
 """))  # fmt: skip
-    env.reset(1)
-    env.reset(2)
-    env.close()
-    pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 2
-    for pid in pids:
+    pids = tmp_path / "pids"
+    for number in (1, 2):
+        in_thread(partial(env.reset, number))
+        while not pids.exists() or len(pids.read_text().split()) < number:
+            time.sleep(0.01)
+        if number == 2:
+            env.close()
+    for pid in pids.read_text().split():
         wait_for_the_end_of(int(pid))
 
 
+def test_the_schema_of_an_answer_is_in_the_prompt(policy):
+    schema = {"type": "object", "properties": {"né": {"type": "number"}}}
+    wanted = {"type": "json_schema", "name": "x", "schema": schema}
+    for body, count in (
+        ({"response_format": {"type": "json_schema", "json_schema": wanted}}, 1),
+        ({"text": {"format": wanted}}, 1),  # of the responses API
+        ({"response_format": {"type": "text"}}, 0),
+    ):
+        asked = {"role": "user", "content": "?", "calls": [], "thought": ""}
+        ask = endpoint.Ask(None, body, [asked], [])
+        prompt = programs.Conversations(Renderer(policy)).prompt(ask)
+        text = policy.tokenizer.decode(prompt.ids)
+        assert text.count('{"type": "object", "properties": {"né": {"type": "number"}}}') == count
+
+
 COMMANDS = {  # program in Python, the error of its episode, or the reward
-    "print('a line'); print(json.dumps({'reward': 0.5, 'cost': 7}))": 0.5,
+    "print('a line'); print(json.dumps({'reward': 0.5, 'cost': len(text)}))": 0.5,
+    "print(subprocess.Popen(['sleep', '600']).pid, file=open('child', 'a')); print(1)": 1.0,
     "print('well done')": 0.0,
     "sys.exit('no wood')": 0.0,
     "print('no wood', file=sys.stderr); sys.exit(75)": "EnvFailure: ",
@@ -455,13 +562,16 @@ COMMANDS = {  # program in Python, the error of its episode, or the reward
 
 
 @pytest.mark.parametrize("statement", COMMANDS)
-def test_a_command_of_any_language(policy, write, tmp_path, statement):
+def test_a_command_of_any_language(policy, write, tmp_path, monkeypatch, statement):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(f"""
-import json, os, sys, urllib.request
-body = json.dumps({{"messages": [{{"role": "user", "content": str(json.load(sys.stdin))}}]}})
+import json, os, subprocess, sys, urllib.request
+task = json.load(sys.stdin)
+body = json.dumps({{"model": "m", "messages": [{{"role": "user", "content": str(task["n"])}}]}})
 headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers))
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body.encode(), headers)
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
 {statement}
 """)
     command = f"{sys.executable} {tmp_path}/agent.py"
@@ -472,6 +582,11 @@ urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers))
             assert "code 75: no wood" in rollout.error
         else:
             assert (rollout.error, rollout.episode_return) == ("", wanted)
+    if "Popen" in statement:  # its children end with it
+        children = [int(line) for line in Path("child").read_text().split()]
+        assert len(children) == 2
+        for pid in children:
+            wait_for_the_end_of(pid)
 
 
 def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(policy, write):
