@@ -98,7 +98,8 @@ def open_outputs(
         with suppress(shutil.SameFileError):
             shutil.copy(algorithm.file, log_dir)
     files = {env.short: env.checksum() for env in (*cfg.env, *cfg.eval_env)}
-    if edited := [env for env, old in progress.get("files", {}).items() if files.get(env) != old]:
+    known = progress.get("files", {})
+    if edited := [env for env, code in files.items() if known.get(env, code) != code]:
         progress.pop("first_correct", None)
         progress["changed_code"] = (f"a file of {', '.join(edited)} has changed: accuracies before "
                                     "and after are of different tasks")  # fmt: skip
