@@ -22,7 +22,7 @@ BELOW = {
     "environments.adapters": {"environments.base", "environments.plumbing", "environments"},
     "core": {"algorithms", "environments.base", "environments.plumbing", "environments"},
     "core.files": {"core"},
-    "core.terminal": {"core", "core.files"},
+    "core.terminal": {"core"},
     "core.report": {"core", "core.files", "core.terminal"},
     "core.extras": {"core.report", "environments.adapters"},
     "core.loop": {"core.extras"},
