@@ -129,8 +129,6 @@ class SamplingOptions:
     base_url: Annotated[str, Needs("sampler=openai server")] = ""
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
-    # Run vLLM without torch.compile and CUDA graphs: starts sooner, samples more slowly.
-    vllm_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,8 +148,6 @@ class OptimizationOptions:
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     # Tokens in one forward and backward pass; None: 2048 for tiny and smollm2, else what fits.
     max_tokens_per_micro_batch: Annotated[int | None, Range(1, 10**7)] = None
-    # Recompute activations in the backward pass; auto: only if memory requires it.
-    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass(frozen=True)

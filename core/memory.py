@@ -41,8 +41,6 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
 
     `future_bytes`: of the gradients and the reference. Returns lines to show.
     """
-    if cfg.gradient_checkpointing == "on":
-        checkpoint_layers(policy)
     kind, lines = policy.device.type, list[str]()
     most = GPU_BUDGET if kind == "cuda" else CPU_BUDGET
     if (free := free_bytes(policy.device)) is not None:
@@ -69,8 +67,8 @@ def probe_peak_memory(
 ) -> None:
     """Runs forward and backward on the largest possible micro-batch.
 
-    Halves `policy.micro_batch_tokens` until it fits; then switches gradient checkpointing on, if
-    it may. Raises OutOfMemory if nothing is left to try. Drops the gradients.
+    Halves `policy.micro_batch_tokens` until it fits; then switches gradient checkpointing on.
+    Raises OutOfMemory if that is not enough. Drops the gradients.
     """
     if policy.device.type not in RAISES or not cfg.num_updates + cfg.sft_steps:
         return
@@ -87,8 +85,7 @@ def probe_peak_memory(
         optimizer.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()
-        may_checkpoint = cfg.gradient_checkpointing == "auto"
-        say(f"out of memory with {_reduce_memory(policy, longest, may_checkpoint, reason)}")
+        say(f"out of memory with {_reduce_memory(policy, longest, reason)}")
     optimizer.zero_grad()
 
 
@@ -101,19 +98,18 @@ def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int) -> None:
         optimizer.backward(logprobs.mean())
 
 
-def _reduce_memory(policy: Policy, longest: int, may_checkpoint: bool, reason: str) -> str:
+def _reduce_memory(policy: Policy, longest: int, reason: str) -> str:
     """Makes the next pass smaller. Returns what was too much and what is tried next."""
     budget = policy.micro_batch_tokens
     if budget > longest:
         policy.micro_batch_tokens = max(longest, budget // 2)
         return f"micro-batches of {budget} tokens: trying {policy.micro_batch_tokens}"
-    if may_checkpoint and not policy.checkpointed_layers:
+    if not policy.checkpointed_layers:
         checkpoint_layers(policy)
         return f"a sequence of {longest} tokens: trying gradient checkpointing"
     raise OutOfMemory(
         f"one sequence of {longest} tokens does not fit in memory ({reason}). Lower --max-tokens, "
-        f"--max-turns or --max-model-len, or use {SMALLER}, --gradient-checkpointing on or a "
-        "smaller model"
+        f"--max-turns or --max-model-len, or use {SMALLER} or a smaller model"
     )
 
 

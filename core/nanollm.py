@@ -16,7 +16,6 @@ sleeps. --quantize needs --sampler torch: vLLM cannot read bitsandbytes' 4-bit w
 
 If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
 
-    --vllm-eager                    neither torch.compile nor CUDA graphs, as on a CPU
     VLLM_USE_V2_MODEL_RUNNER=0      Model Runner V1, as on a CPU, instead of V2
     VLLM_LOGGING_LEVEL=INFO         shows which attention kernel vLLM takes
 

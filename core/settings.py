@@ -32,9 +32,9 @@ MAX_NAMES = 10  # of runs that a message lists
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 SEVERAL = [name for name, value in vars(Config()).items() if type(value) is tuple]
 # Settings that config.yaml of an older run may name; they are left out
-REMOVED = """adapter_folder env_instances eval_samples fp32_head kl_in lora_alpha microscope min_p
-    offload_optimizer overlong_buffer patience reward_coef shard_optimizer stop_on
-    template_date""".split()
+REMOVED = """adapter_folder env_instances eval_samples fp32_head gradient_checkpointing
+    kl_in lora_alpha microscope min_p offload_optimizer overlong_buffer patience reward_coef
+    shard_optimizer stop_on template_date vllm_eager""".split()
 
 
 class Parsed(Config):

@@ -37,11 +37,9 @@ def test_flags_override_the_file(tmp_path):
 
 
 def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
-    text = (
-        "run_name: --lr\ngradient_checkpointing: off\nlr: 1e-5\nsft_lr:\ntrack: none\nenv: snake\n"
-    )
+    text = "run_name: --lr\nthinking: drop\nlr: 1e-5\nsft_lr:\ntrack: none\nenv: snake\n"
     cfg = read_config(written(tmp_path, text))
-    assert (cfg.run_name, cfg.gradient_checkpointing, cfg.lr) == ("--lr", "off", 1e-5)
+    assert (cfg.run_name, cfg.thinking, cfg.lr) == ("--lr", "drop", 1e-5)
     assert (cfg.sft_lr, cfg.track, cfg.env) == (None, "none", ("snake",))
     assert read_config(written(tmp_path, "stop: ['---', 'b']\n")).stop == ("---", "b")
 
