@@ -197,8 +197,6 @@ class EvaluationOptions:
     eval_every: Steps = 10
     # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
     eval_num_tasks: Count = 256
-    # Export the model of the best evaluation, of equal ones the earliest, in place of the last one.
-    keep_best: Annotated[bool, Needs("eval_num_tasks")] = False
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ OTHER_NAMES = {
     "deepspeed fsdp": "one GPU holds the model",
     "eval_strategy eval_steps test_freq": "--eval-every",
     "save_strategy save_steps save_freq": "--save-every",
-    "load_best_model_at_end": "--keep-best",
+    "load_best_model_at_end": "the model of the last update is exported",
     "resume_from_checkpoint": "--resume",
     "output_dir": "all runs are in runs/, in a folder that --run-name names",
     "report_to": "--track",

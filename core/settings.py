@@ -32,7 +32,7 @@ MAX_NAMES = 10  # of runs that a message lists
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 SEVERAL = [name for name, value in vars(Config()).items() if type(value) is tuple]
 # Settings that config.yaml of an older run may name; they are left out
-REMOVED = """adapter_folder env_instances eval_samples fp32_head gradient_checkpointing
+REMOVED = """adapter_folder env_instances eval_samples fp32_head gradient_checkpointing keep_best
     kl_in lora_alpha microscope min_p offload_optimizer overlong_buffer patience reward_coef
     shard_optimizer stop_on template_date vllm_eager""".split()
 
@@ -102,8 +102,8 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
 def as_words(settings: dict[str, Any], cls: type, prefix: str = "") -> Iterator[str]:
     """The texts of a config.yaml, settings of the dataclass `cls`, as words of a command line.
 
-    >>> [*as_words({"lr": "1e-5", "env": ["a", "b"], "keep_best": "no"}, Config)]
-    ['--lr=1e-5', '--env=a', 'b', '--no-keep-best']
+    >>> [*as_words({"lr": "1e-5", "env": ["a", "b"], "overlap": "no"}, Config)]
+    ['--lr=1e-5', '--env=a', 'b', '--no-overlap']
     """
     kinds = get_type_hints(cls)
     for name, value in settings.items():

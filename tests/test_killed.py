@@ -18,7 +18,7 @@ FLAGS = """--sft-steps 2 --sft-batch-size 2 --num-updates 4 --num-prompts 2 --gr
     --device cpu""".split()
 SETTINGS = (
     "--algo grpo --kl-coef 0.1 --filter-groups 1 --staleness 1",
-    "--algo reinforce --lora-rank 2 --kl-coef 0.1 --keep-best",
+    "--algo reinforce --lora-rank 2 --kl-coef 0.1",
     "--algo ppo --num-epochs 2 --num-minibatches 2 --curriculum 0.4 --max-turns 2 "
     "--env letter_counting tic_tac_toe:opponent=older:1",
 )

@@ -24,14 +24,14 @@ def folder(tmp_path, monkeypatch):
 
 def test_sweep_runs_all_combinations():
     Path("runs/sweep-2").mkdir(parents=True)
-    sweep = [["seed", "0", "1"], ["grpo.clip-high", "0.2", "0.3"], ["keep-best", "true"]]
+    sweep = [["seed", "0", "1"], ["grpo.clip-high", "0.2", "0.3"], ["trust-remote-code", "true"]]
     runs = on_flyte.plan(sweep, ["--lr", "1e-3"])
-    assert [*runs] == [f"--seed {seed} --grpo.clip-high {clip} --keep-best"
+    assert [*runs] == [f"--seed {seed} --grpo.clip-high {clip} --trust-remote-code"
                        for seed in (0, 1) for clip in (0.2, 0.3)]  # fmt: skip
     names = [run[-1] for run in runs.values()]
     assert names == ["sweep-1", "sweep-3", "sweep-4", "sweep-5"]
-    cfg = settings.parse(runs["--seed 0 --grpo.clip-high 0.3 --keep-best"])
-    assert (cfg.seed, cfg.options.clip_high, cfg.lr, cfg.keep_best) == (0, 0.3, 1e-3, True)
+    cfg = settings.parse(runs["--seed 0 --grpo.clip-high 0.3 --trust-remote-code"])
+    assert (cfg.seed, cfg.options.clip_high, cfg.lr, cfg.trust_remote_code) == (0, 0.3, 1e-3, True)
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ import train
 from core.faults import UsageError
 from core.files import checkpoint
 from core.loop import before as before_rl
-from core.loop.evaluator import Evaluator
 from core.optimizer import MasterAdamW
 from environments import base
 from environments.base import Env, Step
@@ -207,31 +206,6 @@ def test_the_learning_rate_rises_and_falls_and_goes_on_so_after_a_resume(command
     assert logged == [0.25, 0.5, 0.5, 0.25]
     assert command("--resume", "runs/a", "--num-updates", 6)[0] == 0
     assert rates[4:] == [[0.25, 0.5], [0.125, 0.25]]  # (6 - 4) / (6 - 2), (6 - 5) / (6 - 2)
-
-
-def test_the_best_evaluation_is_exported(command, monkeypatch):
-    """Of equal ones the earlier is the best; a resumed run knows it, too."""
-    accuracies, weights = [0.5, 0.7, 0.7, 0.6, 0.6, 0.9, 0.1, 0.1], {}
-
-    def evaluate(evaluator, update):
-        trained = evaluator.collector.policy.trainable()
-        weights[update] = {name: w.detach().clone() for name, w in trained.items()}
-        found = {"accuracy": accuracies[update], "ci_low": 0.0, "ci_high": 1.0, "return_mean": 0.0}
-        return {f"eval/letter_counting/{name}": value for name, value in found.items()}
-
-    def exported():  # an update in which no group has different returns changes nothing
-        found = load_file("runs/a/model/model.safetensors")
-        return {n for n, w in weights.items() if all(w[k].equal(found[k]) for k in found)}
-
-    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
-    flags = [*SMALL, "--sft-steps", 0, "--lr", 1e-3, "--eval-every", 1, "--keep-best"]
-    begin, go_on = ["--run-name", "a", *flags], ["--resume", "a"]
-    for start, num_updates, best in ((begin, 4, 1), (go_on, 7, 5)):
-        code, out, _ = command(*start, "--num-updates", num_updates)
-        assert code == 0 and [*weights] == [*range(num_updates + 1)]
-        assert f"model/ is that of update {best}, the best evaluation" in out
-        assert best in exported() <= {best, best + 1}
-        assert not Path("runs/a/best").exists()
 
 
 def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(command):

@@ -179,10 +179,9 @@ def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool =
         weight.copy_(saved[name])
 
 
-def export_model(run: Path, policy: Policy, name: str = "model") -> Path:
-    """Write `<run>/model/`, or the folder `name`: AutoModelForCausalLM or, with LoRA, PeftModel can
-    load it."""
-    target = run / name
+def export_model(run: Path, policy: Policy) -> Path:
+    """Write `<run>/model/`: AutoModelForCausalLM or, with LoRA, PeftModel can load it."""
+    target = run / "model"
     with published(target) as part:
         policy.model.save_pretrained(part)
         policy.tokenizer.save_pretrained(part)

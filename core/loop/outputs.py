@@ -13,7 +13,6 @@ from core.algorithm import FOLDER, Algorithm, title_of
 from core.config import Config
 from core.files import checkpoint, run_folder
 from core.files.run_log import METRICS, RunLog, read_records, rewind
-from core.loop import best
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 from core.report import PAGES, write_pages
@@ -65,10 +64,7 @@ class Outputs:
         self.write_pages()
         if distributed.rank() > 0 or not is_complete:
             return
-        if self.cfg.keep_best and best.export(self.folder):
-            self.say(f"model/ is that of update {progress['best'][0]}, the best evaluation. The "
-                     "best of many is flattered: evaluate it on other tasks")  # fmt: skip
-        elif self.cfg.sampler != "openai":
+        if self.cfg.sampler != "openai":
             checkpoint.export_model(self.folder, policy)
         for line in final_lines(self.folder, config_to_dict(self.cfg)):
             self.say(line)

@@ -19,8 +19,6 @@ from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped
-from core.files.checkpoint import export_model
-from core.loop import best
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
@@ -125,7 +123,6 @@ class Run:
             self.save_copy()
             found = probes.of_demonstrations(self.cfg, self.collector)
             found |= self.evaluator.evaluate(0)
-            self.note_best(0, found)
             self.log(0, found, [])
         while self.next_update <= self.cfg.num_updates and not self.stopped:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
@@ -169,18 +166,11 @@ class Run:
         self.info.updates_done = update
         if is_last or evaluates(update, cfg.eval_every):
             metrics |= self.evaluator.evaluate(update)
-            self.note_best(update, metrics)
         self.progress["sampled_tokens"] = tokens
         stop = self.log(update, metrics, sampled)
         self.progress["level"] = self.next_level
         if stop or is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
-
-    def note_best(self, update: int, metrics: dict[str, Any]) -> None:
-        """Keeps the model of an evaluation that is better than all before (--keep-best)."""
-        is_better = self.cfg.keep_best and best.note(self.progress, update, metrics)
-        if is_better and distributed.rank() == 0:
-            export_model(self.outputs.folder, self.policy, best.FOLDER)
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
