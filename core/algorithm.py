@@ -9,11 +9,6 @@ An algorithm is a module with
                                           --grpo.clip-high; LoopOptions has what the loop reads of
                                           it, too
 
-and, where `compute_loss` needs more than log-probs, one optional function
-
-    read_out(policy, micro, hidden, ..)   what else is read out of the hidden states; see
-                                          core/scoring.py, whose function takes its place otherwise
-
 `Options.needs` says with words of NEEDS what an algorithm needs beyond the rewards of single
 rollouts: with "feedback" its vectors are those of core/feedback.py, as sdpo has them.
 algorithms/README.md has an example.
@@ -53,7 +48,6 @@ class Algorithm:
     compute_advantages: Callable[[Any, Any], Any]
     compute_loss: Callable[[Any, Any], Any]
     file: Path  # which a run keeps a copy of, if it is the user's
-    read_out: Callable[..., dict[str, Any]] | None = None  # None: that of core/scoring.py
     # of scratch.py only: exercises in place of functions of the library
     weighted_kl: Callable[..., Any] | None = None  # algorithms/kl.py
     draw: Callable[..., Any] | None = None  # core/sampler.py
@@ -105,10 +99,7 @@ def load_algorithm(cfg: Any) -> Algorithm:
     module = _load(cfg.algo)
     if module.__name__ == WORKSHOP:
         return module.load_scratch(cfg)
-    return Algorithm(
-        module.compute_advantages, module.compute_loss, Path(module.__file__),
-        read_out=getattr(module, "read_out", None),
-    )  # fmt: skip
+    return Algorithm(module.compute_advantages, module.compute_loss, Path(module.__file__))
 
 
 def options_of(algo: str) -> type[LoopOptions]:

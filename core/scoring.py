@@ -2,7 +2,7 @@
 
     hidden states [U, D]  ── read_out ──▶  logprobs, entropy, values [n], by name
 
-An algorithm may read more out of the hidden states: see core/algorithm.py.
+core/feedback.py reads more out of the hidden states.
 """
 
 from collections.abc import Callable

@@ -56,25 +56,3 @@ def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
     code, _, err = command(*SHORT, "--algo", "mine.py", "--num-updates", "1")
     assert code == 2 and err.count("\n") == 1 and err.startswith("train.py: ") and named in err
-
-
-def test_what_else_is_read_out_of_the_hidden_states_is_known_of_the_tokens(command):
-    """The file's own `read_out` adds a vector, and the loss finds it, in several micro-batches."""
-    Path("mine.py").write_text(
-        MINE.replace("import compute_loss", "import compute_loss as grpo")
-        + """
-from core import scoring
-
-def read_out(policy, micro, hidden, *rest):
-    size = hidden[micro.predictors].norm(dim=1)
-    return scoring.read_out(policy, micro, hidden, *rest) | {"size": size}
-
-def compute_loss(tokens, options):
-    loss, metrics = grpo(tokens, options)
-    return loss, metrics | {"mine/size": tokens.size.sum().item()}
-"""
-    )
-    flags = "--num-updates 1 --max-tokens-per-micro-batch 100 --run-name a".split()
-    code, _, err = command(*SHORT, "--algo", "mine.py", *flags)
-    assert code == 0, err
-    assert metrics_of("runs/a")[-1]["mine/size"] > 0

@@ -83,7 +83,7 @@ class Run:
         """What is read out of the hidden states of a micro-batch, for `compute_loss`."""
         if "feedback" in needs(self.cfg):
             return partial(feedback.read_out, self.cfg.options.divergence)
-        return self.algorithm.read_out or scoring.read_out
+        return scoring.read_out
 
     @property
     def next_update(self) -> int:
