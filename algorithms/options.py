@@ -26,12 +26,17 @@ class Range:
     high: float
     or_zero: bool = False
 
+    def has(self, value: Any) -> bool:
+        """Whether `value` is such a number; NaN is none.
 
-@dataclass(frozen=True)
-class Needs:
-    """The setting, or its values (sampler=openai server), without which a setting has no effect."""
+        >>> [Range(1, 8, or_zero=True).has(value) for value in (0, 0.5, 8, "1")]
+        [True, False, True, False]
+        """
+        is_number = isinstance(value, int | float)
+        return is_number and (self.low <= value <= self.high or (value == 0 and self.or_zero))
 
-    setting: str
+    def __str__(self) -> str:
+        return f"{'0 or ' if self.or_zero else ''}from {self.low:,} to {self.high:,}"
 
 
 Fraction = Annotated[float, Range(0, 1)]

@@ -29,15 +29,16 @@ from environments.plumbing.registry import describe_error, find_file, import_fil
 FOLDER = Path(algorithms.__file__).parent
 WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch and scratch.py
 PARTS = ("compute_advantages", "compute_loss", "Options")
-NEEDS = {
-    "groups": "compares the rollouts of a group: --group-size 2 or more",
-    "value_head": "reads the values that the policy estimates, before the first step too",
-    "old_logprobs": "reads tokens.old_logprobs in compute_advantages",
-    "turn_credit": "credits each token by itself: --credit turn",
-    "episode_credit": "knows no turns: --credit episode",
-    "feedback": "learns from what would have been right: Step.feedback, or demonstrate()",
-    "own_kl": "has a KL of its own, a term of the loss",
-    "own_draw": "draws tokens itself, with torch",
+NO_OPTIONS = "; `from algorithms.options import LoopOptions`, `class Options(LoopOptions): pass`"
+NEEDS = {  # what a word means, and which settings do not go with it (config.is_set)
+    "groups": ["compares the rollouts of a group: --group-size 2 or more"],
+    "value_head": ["reads the values that the policy estimates, before the first step too"],
+    "old_logprobs": ["reads tokens.old_logprobs in compute_advantages"],
+    "turn_credit": ["credits each token by itself: --credit turn", "credit=episode"],
+    "episode_credit": ["knows no turns: --credit episode", "credit=turn"],
+    "feedback": ["learns from what would have been right: Step.feedback, or demonstrate()"],
+    "own_kl": ["has a KL of its own, a term of the loss", "kl_estimator"],
+    "own_draw": ["draws tokens itself, with torch", "top_p", "top_k", "sampler=vllm server openai"],
 }
 
 
@@ -134,13 +135,12 @@ def _load(algo: str) -> Any:
         raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
     missing = [part for part in PARTS if not hasattr(module, part)]
     if missing:
-        raise UsageError(f"--algo {algo}: it has no {' and no '.join(missing)}")
+        hint = NO_OPTIONS if "Options" in missing else ""
+        raise UsageError(f"--algo {algo}: it has no {' and no '.join(missing)}{hint}")
     options: type = module.Options
-    if not is_dataclass(options):
-        raise UsageError(f"--algo {algo}: Options must be a dataclass")
     if not issubclass(options, LoopOptions):  # the loop reads them, too
-        both = type("Options", (options, LoopOptions), {"__module__": module.__name__})
-        vars(module)["Options"] = both
+        options = type("Options", (options, LoopOptions), {"__module__": module.__name__})
+    vars(module)["Options"] = options if is_dataclass(options) else dataclass(frozen=True)(options)
     return module
 
 

@@ -2,8 +2,8 @@
 
 `Config` is the command line of train.py and the content of a run's config.yaml. The groups below
 are the boxes of `python train.py --help`; `Config` inherits from all of them, so code reads
-`cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text; `Range`
-and `Needs` beside its type are what `validate` checks.
+`cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text;
+`validate` checks the `Range` beside its type.
 
 The module does not import torch.
 """
@@ -14,28 +14,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from algorithms.options import (
     KL,
     Coefficient,
     Fraction,
     LoopOptions,
-    Needs,
     Range,
     WeightLevel,
 )
-from core.algorithm import (
-    NEEDS,
-    absolute_algorithm,
-    name_of,
-    options_of,
-)
+from core.algorithm import NEEDS, absolute_algorithm, name_of, options_of
 from core.faults import UsageError
 from environments.plumbing.options import key_value_pairs, read_literal
 from environments.plumbing.registry import absolute
 
-T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
 Count = Annotated[int, Range(0, 10**6)]
 Steps = Annotated[int, Range(0, 10**9)]
@@ -75,7 +68,7 @@ class ModelOptions:
     """The model that is trained."""
 
     # nf4: store the base model in 4 bits under the LoRA adapters (QLoRA, bitsandbytes).
-    quantize: Annotated[Literal["none", "nf4"], Needs("lora_rank")] = "none"
+    quantize: Literal["none", "nf4"] = "none"
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for
     # smollm2.
     max_model_len: Annotated[int | None, Range(1, 10**12)] = None
@@ -91,7 +84,7 @@ class TaskOptions:
     """Environments and their difficulty."""
 
     # Evaluation environments; none given: the same as --env.
-    eval_env: Annotated[tuple[str, ...], Needs("eval_num_tasks")] = ()
+    eval_env: tuple[str, ...] = ()
     # Sets the option difficulty, level, depth, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: Count = 0
     # Raise the difficulty at this training accuracy, lower it at half of it; 0: off.
@@ -119,14 +112,14 @@ class SamplingOptions:
     # Sample with the weights of this many updates ago, as asynchronous systems do; 0: the newest.
     staleness: Annotated[int, Range(0, 1000)] = 0
     # Play the next update's episodes while an update trains: --staleness 1 in less time.
-    overlap: Annotated[bool, Needs("sampler=server")] = False
+    overlap: bool = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
     # auto: vllm on a CUDA GPU if it starts there, otherwise torch; server: vLLM's server, which
     # gets the adapters of --lora-rank (runs/scale); openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "server", "openai"] = "auto"
     # URL of the server of --sampler server or openai, such as http://127.0.0.1:8000.
-    base_url: Annotated[str, Needs("sampler=openai server")] = ""
+    base_url: str = ""
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
 
@@ -162,16 +155,16 @@ class AlgorithmOptions:
     kl_coef: Coefficient = 0.0  # Coefficient of the KL penalty to the reference policy; 0: off.
     # Hub id or folder of a model with the same tokenizer, as the reference of --kl-coef (on-policy
     # distillation); empty: the policy before RL.
-    teacher: Annotated[str, Needs("kl_coef")] = ""
+    teacher: str = ""
     # KL estimator; in the loss all have the gradient of the KL.
-    kl_estimator: Annotated[KL, Needs("kl_coef")] = "k2"
+    kl_estimator: KL = "k2"
     # Cap of the importance weights between sampler and trainer; 0: no importance weights.
     tis_cap: Annotated[float, Range(1, 10**6, or_zero=True)] = 2.0
     # token: one importance weight per token; geometric: the geometric mean over a sequence;
     # product: the product over a sequence (TRL's and verl's "sequence"), unbiased without a cap.
-    tis_level: Annotated[WeightLevel, Needs("tis_cap")] = "token"
+    tis_level: WeightLevel = "token"
     # truncate: cap the importance weights; mask: zero weight outside [1/cap, cap].
-    tis_mode: Annotated[Literal["truncate", "mask"], Needs("tis_cap")] = "truncate"
+    tis_mode: Literal["truncate", "mask"] = "truncate"
     # Exclude completions that hit --max-tokens from the loss.
     mask_truncated_completions: bool = False
 
@@ -255,19 +248,19 @@ SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")
-# Settings, with some values or any but the default, that contradict each other, or of which one has
-# no effect
+# Settings, with some values or any but the default, and what they do nothing without
+NEEDED = {
+    "quantize": "lora_rank", "eval_env": "eval_num_tasks", "overlap": "sampler=server",
+    "base_url": "sampler=openai server", "teacher": "kl_coef", "kl_estimator": "kl_coef",
+    "tis_level": "tis_cap", "tis_mode": "tis_cap",
+    "sampler=server": "lora_rank",  # it gets adapters
+}  # fmt: skip
+# Those that contradict each other
 CONFLICTS = [
     ("quantize", "sampler=vllm server"), ("dtype=float64", "sampler=vllm"),
     ("top_k", "sampler=server"), ("top_p", "sampler=server"),  # which tokens were kept?
     ("stop", "sampler=server"), ("overlap", "curriculum"),
 ]  # fmt: skip
-# What an algorithm refuses, by its needs (core/algorithm.py)
-REFUSED = {
-    "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
-    "own_kl": ["kl_estimator"],
-    "own_draw": ["top_p", "top_k", "sampler=vllm server openai"],
-}  # fmt: skip
 PACKAGES = {  # that values need, and the extra of picoRL that installs them
     "sampler=vllm": ("vllm", "vllm"), "sampler=openai": ("openai", "openai"),
     "quantize=nf4": ("bitsandbytes", "quantize"),
@@ -378,86 +371,56 @@ def _problems(cfg: Config) -> Iterator[str]:
     """What is wrong with the settings. Each check may rely on the checks before it."""
     yield from _value_problems(cfg)
     parse_template_options(cfg.template_options)  # raises UsageError
-    for name, other in facts_of(Needs, Config).items():
-        setting, _, value = other.setting.partition("=")
-        found = getattr(cfg, setting)
-        if is_set(cfg, name) and not (found in value.split() if value else found):
-            words = f"{flag(setting)} {' or '.join(value.split())}".strip()
-            yield f"{flag(name)} works only with {words}: add that, or remove {flag(name)}"
-    for one, two in CONFLICTS:
-        if is_set(cfg, one) and is_set(cfg, two):
-            yield f"{_shown(cfg, one)} does not go with {_shown(cfg, two)}: remove one of them"
-    for text, (package, extra) in PACKAGES.items():
-        if is_set(cfg, text) and not is_installed(package):
-            yield f'{_shown(cfg, text)}: {package} is not installed; pip install -e ".[{extra}]"'
+    for one, other in NEEDED.items():
+        name, _, values = other.partition("=")
+        if is_set(cfg, one) and not (is_set(cfg, other) if values else getattr(cfg, name)):
+            words = f"{flag(name)} {' or '.join(values.split())}".strip()
+            yield f"{_shown(cfg, one)} works only with {words}: add that, or remove it"
+    for one, other in CONFLICTS:
+        if is_set(cfg, one) and is_set(cfg, other):
+            yield f"{_shown(cfg, one)} does not go with {_shown(cfg, other)}: remove one of them"
+    for one, (package, extra) in PACKAGES.items():
+        if is_set(cfg, one) and not is_installed(package):
+            yield f'{_shown(cfg, one)}: {package} is not installed; pip install -e ".[{extra}]"'
     if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
         yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
     if cfg.sampler in ("openai", "server") and not re.fullmatch(URL, cfg.base_url):
         yield "--base-url must look like http://127.0.0.1:8000/v1, without a password or query"
     if cfg.overlap and cfg.staleness > 1:
         yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
-    if cfg.sampler == "server" and not cfg.lora_rank:
-        yield ("--sampler server sends adapters only: add --lora-rank, or train all weights "
-               "with another sampler")  # fmt: skip
     for specs in (cfg.env, cfg.eval_env):
         texts = dict.fromkeys(map(str, specs))
         if len({spec.short for spec in specs}) < len(texts):
             yield f"{' '.join(texts)}: two environments have the same file name; rename one"
-    yield from _algorithm_problems(cfg)
-
-
-def _algorithm_problems(cfg: Config) -> Iterator[str]:
-    name, needed = name_of(cfg.algo), needs(cfg) | ({"groups"} if cfg.filter_groups else set())
+    name, needed = name_of(cfg.algo), needs(cfg)
     if unknown := needed - NEEDS.keys():
         yield f"--algo {cfg.algo} needs {unknown.pop()!r}: choose {', '.join(NEEDS)}"
-    reasons = {word: NEEDS[word] for word in sorted(needed)}
-    for word, why in reasons.items():
-        for text in REFUSED.get(word, ()):
-            if is_set(cfg, text):
-                yield f"{_shown(cfg, text)}: --algo {name} {why}; change or remove it"
-    if "groups" in reasons and cfg.num_updates and cfg.group_size < 2:
-        yield f"--group-size 1: --algo {name} {NEEDS['groups']}"
+    for why, *refused in (NEEDS[word] for word in sorted(needed)):
+        for one in refused:
+            if is_set(cfg, one):
+                yield f"{_shown(cfg, one)}: --algo {name} {why}; change or remove it"
+    if cfg.num_updates and cfg.group_size < 2 and ("groups" in needed or cfg.filter_groups):
+        yield f"--group-size 1: --algo {name} {NEEDS['groups'][0]}"
 
 
-def facts_of(kind: type[T], cls: type) -> dict[str, T]:
-    """The `Range`, or the `Needs`, beside each setting of a dataclass that has one.
-
-    >>> facts_of(Range, Config)["tis_cap"]
-    Range(low=1, high=1000000, or_zero=True)
-    """
-    found: dict[str, T] = {}
-    for name, annotation in get_type_hints(cls, include_extras=True).items():
-        facts = [f for f in getattr(annotation, "__metadata__", ()) if isinstance(f, kind)]
-        if facts:
-            found[name] = facts[0]
-    return found
-
-
-def range_problem(name: str, value: float, allowed: Range) -> str:
-    """What is wrong with the number of a setting; empty: nothing.
-
-    >>> range_problem("tis_cap", 0.5, Range(1, 10**6, or_zero=True))
-    '--tis-cap must be 0 or from 1 to 1,000,000, not 0.5'
-    """
-    is_number = isinstance(value, int | float)
-    if is_number and (allowed.low <= value <= allowed.high or (value == 0 and allowed.or_zero)):
-        return ""  # NaN is not in it
-    span = f"{'0 or ' if allowed.or_zero else ''}from {allowed.low:,} to {allowed.high:,}"
-    return f"{flag(name)} must be {span}, not {f'{value}':.30}"
+def ranges_of(cls: type) -> dict[str, Range]:
+    """The `Range` beside each setting of a dataclass that has one."""
+    kinds = get_type_hints(cls, include_extras=True).items()
+    facts = {name: getattr(kind, "__metadata__", [None])[0] for name, kind in kinds}
+    return {name: fact for name, fact in facts.items() if isinstance(fact, Range)}
 
 
 def _value_problems(cfg: Config) -> Iterator[str]:
     if not cfg.env:
         yield "--env is empty"
     for settings, prefix in ((cfg, ""), (cfg.options, f"{name_of(cfg.algo)}.")):
-        for name, allowed in facts_of(Range, type(settings)).items():
-            value = getattr(settings, name)
-            if value is not None and (problem := range_problem(prefix + name, value, allowed)):
-                yield problem
+        ranges = ranges_of(type(settings))
         for name, kind in get_type_hints(type(settings)).items():
-            words, value = get_args(kind), getattr(settings, name)
+            value, words, allowed = getattr(settings, name), get_args(kind), ranges.get(name)
             if all(isinstance(word, str) for word in words) and words and value not in words:
                 yield f"{flag(prefix + name)} {value}: choose {', '.join(words)}"
+            if allowed and value is not None and not allowed.has(value):
+                yield f"{flag(prefix + name)} must be {allowed}, not {f'{value}':.30}"
     rollouts = cfg.num_prompts * cfg.group_size
     if cfg.num_minibatches > rollouts:
         yield (f"--num-minibatches must be at most --num-prompts * --group-size = {rollouts}, not "
