@@ -2,20 +2,17 @@
 
 A config.yaml is flags that are written down. `parse` makes words of it, puts those of the command
 line behind them, and tyro reads all of them: of a flag that is there twice, the last one counts.
-tyro prints --help.
+tyro prints --help, and a box about words that are no settings; then it exits with code 2.
 """
 
 import dataclasses
-import math
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import tyro
 import yaml
@@ -29,7 +26,6 @@ from environments.plumbing.registry import EnvSpec
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 MAX_NAMES = 10  # of runs that a message lists
-BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 SEVERAL = [name for name, value in vars(Config()).items() if type(value) is tuple]
 # Settings that config.yaml of an older run may name; they are left out
 REMOVED = """adapter_folder env_instances eval_samples fp32_head gradient_checkpointing keep_best
@@ -54,12 +50,15 @@ def parse(args: list[str]) -> Config:
     flags = _parse_flags(words, Config())
     file, algo = config_file(flags), flags.algo
     if file:
-        saved = read_file(file)
-        if flags.resume and saved.lora_alpha not in (0, 2 * saved.cfg.lora_rank):
-            raise UsageError(f"{file}: lora_alpha is {saved.lora_alpha:g}, and picoRL takes twice "
+        alpha, rank = (read_settings(file).get(name, 0) for name in ("lora_alpha", "lora_rank"))
+        if flags.resume and alpha not in (0, 2 * rank):
+            raise UsageError(f"{file}: lora_alpha is {alpha:g}, and picoRL takes twice "
                              "the rank now: start another run")  # fmt: skip
-        algo = _parse_flags(words, replace(saved.cfg, options=Config.options)).algo
-        args = [*saved.words_with(algo), *args]
+        chosen, saved = read_file(file)
+        algo = _parse_flags(words, Config(algo=saved.algo)).algo
+        if name_of(algo) != name_of(saved.algo):
+            chosen.pop(name_of(saved.algo), None)
+        args = [*as_words(chosen), *args]
     cfg = _parse_flags(args, _with_options(algo))
     return Parsed(**vars(cfg) | {"resume": str(file.parent) if file and flags.resume else ""})
 
@@ -84,11 +83,6 @@ def complete(cfg: Config) -> Config:
     return Parsed(**vars(base) | given | {"resume": base.resume})
 
 
-def read_config(file: Path) -> Config:
-    """The settings of a config.yaml. Imports the algorithm. Raises UsageError."""
-    return read_file(file).cfg
-
-
 def config_to_dict(cfg: Config) -> dict[str, Any]:
     """The settings as config.yaml stores them: the algorithm's options under its name."""
     left_out = {"options", "run_name", *COMMAND_LINE_ONLY}
@@ -99,78 +93,72 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     return values
 
 
-def as_words(settings: dict[str, Any], cls: type, prefix: str = "") -> Iterator[str]:
-    """The texts of a config.yaml, settings of the dataclass `cls`, as words of a command line.
+def as_words(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The settings of a config.yaml as words of a command line.
 
-    >>> [*as_words({"lr": "1e-5", "env": ["a", "b"], "overlap": "no"}, Config)]
-    ['--lr=1e-5', '--env=a', 'b', '--no-overlap']
+    >>> [*as_words({"lr": "1e-5", "env": ["a", "b"], "overlap": False, "ppo": {"clip_low": 0.1}})]
+    ['--lr=1e-5', '--env=a', 'b', '--no-overlap', '--ppo.clip-low=0.1']
     """
-    kinds = get_type_hints(cls)
     for name, value in settings.items():
-        kind, text = kinds.get(name), str(value).lower()
-        if kind is bool and text in BOOLS:
-            yield flag(f"{prefix}{'' if BOOLS[text] else 'no-'}{name}")
-        elif isinstance(value, dict):  # an option of this type has a flag for each key
-            yield from as_words(value, object, f"{prefix}{name}.")
+        if isinstance(value, dict):
+            yield from as_words(value, f"{prefix}{name}.")
+        elif isinstance(value, bool):
+            yield flag(f"{prefix}{'' if value else 'no-'}{name}")
         elif isinstance(value, list) and value:  # with "=", as the first may begin with a hyphen
-            yield from (f"{flag(prefix + name)}={value[0]}", *map(str, value[1:]))
+            yield from (f"{flag(f'{prefix}{name}')}={value[0]}", *map(str, value[1:]))
         elif isinstance(value, list):
-            yield flag(prefix + name)
-        elif type(None) in get_args(kind) and text in ("", "~", "null"):
-            yield f"{flag(prefix + name)}=None"
-        else:
-            yield f"{flag(prefix + name)}={value}"
+            yield flag(f"{prefix}{name}")
+        elif value is not None or prefix:  # None is the default of those that may be None
+            yield f"{flag(f'{prefix}{name}')}={value}"
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What a config.yaml says."""
-
-    cfg: Config
-    # without what follows from other settings, so that it follows from what a flag changes
-    words: list[str]
-    option_words: list[str]  # of the algorithm's options
-    lora_alpha: float  # of an older run; 0: not there
-
-    def words_with(self, algo: str) -> list[str]:
-        """The words for a run with this algorithm."""
-        same = name_of(algo) == name_of(self.cfg.algo)
-        return [*self.words, *(self.option_words if same else [])]
+def read_config(file: Path) -> Config:
+    """The settings of a config.yaml. Imports the algorithm. Raises UsageError."""
+    return read_file(file)[1]
 
 
-def read_file(file: Path) -> Saved:
-    """Reads a config.yaml. Imports the algorithm that it names. Raises UsageError."""
-    texts = _load(file, yaml.BaseLoader)  # the parser of the command line makes values of them
-    algo = str(texts.get("algo", Config.algo))
-    name, options = name_of(algo), texts.pop(name_of(algo), None) or {}
-    if removed := {name: texts.pop(name) for name in REMOVED if name in texts}:
+def read_file(file: Path) -> tuple[dict[str, Any], Config]:
+    """The settings of a config.yaml that were chosen, and all that it says. Imports the algorithm.
+
+    Those that follow from other settings are not chosen: they are to follow from what a flag
+    changes. Raises UsageError.
+    """
+    settings = read_settings(file)
+    if removed := [name for name in REMOVED if settings.pop(name, None) is not None]:
         _say_removed(file, ", ".join(removed))
+    if never := settings.keys() & {"options", *COMMAND_LINE_ONLY}:
+        raise UsageError(f"{file}: {never.pop()!r} is not a setting for a file; remove it")
+    algo = str(settings.get("algo", Config.algo))
     copy = file.with_name(Path(algo).name).absolute()  # that a run keeps
     if is_file(algo) and not Path(absolute_algorithm(algo)).exists() and copy.exists():
-        texts["algo"] = algo = str(copy)
+        settings["algo"] = algo = str(copy)
     try:
-        default = _with_options(algo)
-        kind = type(default.options)
-        known = {*get_type_hints(Config), *get_type_hints(kind)} - {"options", *COMMAND_LINE_ONLY}
-        if unknown := [name for name in (*texts, *options) if name not in known]:
-            raise UsageError(f"{unknown[0]!r:.80} is not a setting for a file; remove it")
-        own = [*as_words(options, kind, f"{name}.")]
-        cfg = _parse_flags([*as_words(texts, Config), *own], default)
+        cfg = _parse_flags([*as_words(settings)], _with_options(algo))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
-    preset = cfg.options.presets.get(cfg.options.loss_type, {})
-    options = {k: v for k, v in options.items() if getattr(cfg.options, k) != preset.get(k, ...)}
+    except SystemExit:  # tyro has said why
+        raise UsageError(f"{file}: these settings cannot be read as flags") from None
     follows = config.defaults_for(cfg)
-    if follows.keys() <= texts.keys():  # a file that names only some of these has chosen them
-        texts = {k: v for k, v in texts.items() if getattr(cfg, k) != follows.get(k, ...)}
-    own = [*as_words(options, kind, f"{name}.")]
-    alpha = float(removed["lora_alpha"]) if "lora_alpha" in removed else 0.0
-    return Saved(cfg, [*as_words(texts, Config)], own, alpha)
+    if follows.keys() <= settings.keys():  # a file that names only some of these has chosen them
+        settings = {k: v for k, v in settings.items() if getattr(cfg, k, v) != follows.get(k, ...)}
+    preset = cfg.options.presets.get(cfg.options.loss_type, {})
+    options = (settings.get(name_of(algo)) or {}).items()
+    own = {k: v for k, v in options if getattr(cfg.options, k) != preset.get(k, ...)}
+    return settings | {name_of(algo): own}, cfg
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The settings in a run's config.yaml, as `config_to_dict` made them. Raises UsageError."""
-    return _load(file, yaml.SafeLoader)
+    """What a config.yaml says. Raises UsageError unless it is settings with their values."""
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{file}: not YAML in UTF-8 (indented with spaces): {reason}") from None
+    if not isinstance(settings, dict):
+        raise UsageError(f"{file}: must contain lines such as `algo: grpo`, with a colon")
+    return settings
 
 
 def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
@@ -233,20 +221,6 @@ def _with_options(algo: str) -> Config:
     return Config(algo=algo, options=options_of(absolute_algorithm(algo))())
 
 
-def _load(file: Path, loader: Any) -> dict[str, Any]:
-    """What a YAML file says. Raises UsageError unless it is settings with their values."""
-    try:
-        settings = yaml.load(file.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{file}: not YAML in UTF-8 (indented with spaces): {reason}") from None
-    if not isinstance(settings, dict):
-        raise UsageError(f"{file}: must contain lines such as `algo: grpo`, with a colon")
-    return settings
-
-
 @cache  # as a command reads its file twice
 def _say_removed(file: Path, names: str) -> None:
     print(f"{file}: picoRL no longer has {names}: left out", file=sys.stderr)
@@ -256,18 +230,7 @@ def _plain(value: Any) -> Any:
     """A setting, or the value of an option, as a file has it."""
     if isinstance(value, list | tuple | set):
         return [*map(str, value)]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)  # YAML writes .inf
-    return value if value is None or isinstance(value, int | str | dict) else str(value)
-
-
-def _in_one_line(box: str) -> str:
-    """What tyro's box says is wrong, and which flag is similar, without its help texts."""
-    box = re.sub("[╭╮╰╯│]", " ", box)
-    _, what, *_ = re.split("─{2,}|-{9,}", box)  # the title; what is wrong; flags; help
-    what = " ".join(what.partition("Got errors:")[0].split()).removesuffix(".")
-    similar = re.search(r"Perhaps you meant:\s+(--[\w.-]+)", box)
-    return f"{what}; did you mean {similar[1]}?" if similar else f"{what}; see --help"
+    return value if value is None or isinstance(value, int | float | str | dict) else str(value)
 
 
 def _parse_flags(args: list[str], default: Config) -> Config:
@@ -290,17 +253,10 @@ def _parse_flags(args: list[str], default: Config) -> Config:
         nested["options"] = default.options
     command: Any = dataclasses.make_dataclass("Command", fields)
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
-    box = StringIO()
-    try:
-        with redirect_stderr(box):
-            found: Any = tyro.cli(  # type: ignore[call-overload]
-                command, prog="train.py", description=Config.__doc__, args=args,
-                default=command(**nested), add_help=whole, return_unknown_args=not whole,
-            )  # fmt: skip
-    except SystemExit as end:
-        if not end.code:  # --help
-            raise
-        raise UsageError(_in_one_line(box.getvalue())) from None
+    found: Any = tyro.cli(
+        command, prog="train.py", description=Config.__doc__, args=args,
+        default=command(**nested), add_help=whole, return_unknown_args=not whole,
+    )  # fmt: skip
     parsed = found if whole else found[0]
     flat = {k: v for group in GROUPS for k, v in vars(getattr(parsed, group.__name__)).items()}
     return Config(**flat, options=parsed.options if whole else Config.options)
