@@ -14,7 +14,6 @@ a `response_template`, writes them itself; for others `without_tools` puts them 
 import json
 import re
 import sys
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -28,7 +27,6 @@ from core.faults import UsageError
 from core.types import Message
 from environments.plumbing.text import one_line
 from environments.plumbing.tools import (
-    END_OF_THOUGHT,
     OPENING,
     THOUGHT,
     Call,
@@ -98,8 +96,6 @@ def prompt_ids(
 
 def with_prefill(tokenizer: Tokenizer, prompt: list[int], text: str) -> list[int]:
     """The ids of a prompt and of the beginning of its answer, which is given."""
-    if text.lstrip().startswith(THOUGHT):
-        prompt = without_opened_thought(tokenizer, prompt)
     return prompt + _encode(tokenizer, _split(tokenizer, text))
 
 
@@ -122,25 +118,6 @@ def next_prompt_ids(
     if ids[-1] == closing:
         return ids + others
     return (ids[:-1] if ids[-1] in stop_ids else ids) + _encode(tokenizer, text)
-
-
-def without_thinking(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """The sampled ids that follow the last </think>; all of them without a </think>."""
-
-    def num_thoughts(end: int) -> int:
-        return cast(str, tokenizer.decode(ids[:end])).count(END_OF_THOUGHT)
-
-    return ids[bisect_left(range(len(ids)), num_thoughts(len(ids)), key=num_thoughts) :]
-
-
-def without_opened_thought(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """The ids of a prompt without the <think> at its end that the template leaves out of the
-    history, as DeepSeek-R1's does; all of them for other templates."""
-    opened = opened_thought(tokenizer)
-    for start in range(len(ids) - 1, max(0, len(ids) - len(opened)) - 1, -1):
-        if cast(str, tokenizer.decode(ids[start:])).strip() == opened.strip():
-            return ids[:start]
-    return ids
 
 
 def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:

@@ -94,8 +94,6 @@ class TaskOptions:
     # Seconds that one call of an environment that waits (waits = True) may take before its episode
     # fails; 0: no limit.
     env_timeout: Annotated[float, Range(0.001, 10**6, or_zero=True)] = 60.0
-    # drop: remove the <think> text of earlier turns from the context.
-    thinking: Literal["keep", "drop"] = "keep"
 
 
 @dataclass(frozen=True)

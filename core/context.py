@@ -4,8 +4,8 @@
 
 The ids of a completion are kept as they were sampled, and only the messages after them are
 tokenized. So the policy is trained on exactly what it saw. A context grows from turn to turn, until
-an environment begins a fresh one or --thinking drop takes thoughts out of it. A `Renderer` turns
-messages into ids; core/extras/tools.py has one for environments with tools.
+an environment begins a fresh one. A `Renderer` turns messages into ids; core/extras/tools.py has
+one for environments with tools.
 
 An episode (core/episodes.py) calls an `Agent` in this order. Two things are rare: a *prefill*, the
 beginning of an answer that the environment gives, and what `show` makes for --algo sdpo.
@@ -19,6 +19,7 @@ beginning of an answer that the environment gives, and what `show` makes for --a
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from core.chat_template import (
     RAW,
@@ -30,8 +31,6 @@ from core.chat_template import (
     prompt_ids,
     with_prefill,
     with_system,
-    without_opened_thought,
-    without_thinking,
 )
 from core.faults import UsageError
 from core.policy import Policy
@@ -44,14 +43,13 @@ MAX_OPENINGS = 1000  # prompts that a renderer keeps
 class Renderer:
     """Renders messages to token ids, with the chat template of a policy."""
 
-    def __init__(self, policy: Policy, drop_thinking: bool = False, system_prompt: str = ""):
-        """`drop_thinking`: later turns do not see the <think>..</think> of earlier ones.
-        `system_prompt`: comes before the first message of every context. Raises UsageError if the
-        chat template has no system messages."""
+    def __init__(self, policy: Policy, system_prompt: str = ""):
+        """`system_prompt`: comes before the first message of every context. Raises UsageError if
+        the chat template has no system messages."""
         if system_prompt and not accepts_system(policy.tokenizer):
             raise UsageError("--system-prompt: the chat template has no system messages; remove it")
-        self.policy, self.drop_thinking, self.system_prompt = policy, drop_thinking, system_prompt
-        self.openings: dict[str, list[int]] = {}  # prompts that begin a context, by their chat
+        self.policy, self.system_prompt = policy, system_prompt
+        self.rendered = lru_cache(MAX_OPENINGS)(self._render)
 
     def prepare(self, env: Env) -> Env:
         """The environment as this renderer plays it."""
@@ -62,22 +60,13 @@ class Renderer:
     def opening_ids(self, chat: list[Message], schemas: Sequence[Schema]) -> list[int]:
         """The ids of a prompt that begins a context.
 
-        The rollouts of a group share it, and all evaluations do; it is rendered once.
+        The rollouts of a group share it, and all evaluations do; it is rendered once. Raises
+        UsageError or TypeError if it cannot be.
         """
-        if len(self.openings) > MAX_OPENINGS:
-            self.openings.clear()
-        key = json.dumps([chat, schemas])
-        if key not in self.openings:
-            self.openings[key] = prompt_ids(self.policy.tokenizer, chat, schemas)
-        return self.openings[key]
+        return self.rendered(json.dumps([chat, schemas]))
 
-    def first_prompt(self, messages: list[Message], schemas: Sequence[Schema] = ()) -> list[int]:
-        """The ids of a prompt that begins with these messages. Raises UsageError or TypeError if
-        they cannot be rendered, or exceed the context."""
-        agent = Agent(self, Rollout("", "", 0, 0), schemas=schemas)
-        agent.begin(messages)
-        agent.set_prompt()
-        return agent.prompt_ids
+    def _render(self, chat_and_schemas: str) -> list[int]:
+        return prompt_ids(self.policy.tokenizer, *json.loads(chat_and_schemas))
 
     def demonstration(self, text: str) -> Completion:
         """A demonstration as if the policy had sampled it, with log-probs of 0. Raises UsageError
@@ -121,10 +110,8 @@ class Agent:
     def add(self, answer: Completion | str | None) -> str:
         """Appends a completion, sampled after `prompt_ids`, or a demonstration. Returns its text.
 
-        The text of the answer begins with the prefill, if the prompt ended with one. With
-        --thinking drop the thoughts of the completion stay in its Turn, which is trained, and are
-        left out of the context of later turns. Raises EnvFailure if the sampler failed, TypeError
-        if there is no demonstration.
+        The text of the answer begins with the prefill, if the prompt ended with one. Raises
+        EnvFailure if the sampler failed, TypeError if there is no demonstration.
         """
         if answer is None:
             raise TypeError("the environment has no demonstration")
@@ -140,10 +127,6 @@ class Agent:
         if self.given:  # the answer, which follows, begins with this message
             del self.chat[-1], self.rollout.messages[-1]
         self._extend([{"role": "assistant", "content": text}])
-        if self.renderer.drop_thinking:
-            tokenizer = self.renderer.policy.tokenizer
-            prompt = without_opened_thought(tokenizer, prompt)
-            ids = without_thinking(tokenizer, ids)
         self.context_ids, self.prompt_ids, self.num_seen = prompt + ids, [], len(self.chat)
         response = Response(text)
         response.token_ids = found.token_ids

@@ -86,7 +86,6 @@ class RolloutCollector:
         self,
         policy: Policy,
         max_turns: int,
-        drop_thinking: bool = False,
         env_timeout: float = 0.0,
         env_workers: int = 64,
         env_instances: int | None = None,
@@ -97,7 +96,7 @@ class RolloutCollector:
         play_program: Any = None,
         say: Callable[[str], None] = lambda line: None,
     ):
-        """`drop_thinking` and `system_prompt`: as `Renderer`.
+        """`system_prompt`: as `Renderer`.
         `env_timeout`: limit of one call of an environment, in seconds; 0: no limit.
         `env_workers`: calls of environments that wait, at the same time.
         `env_instances`: heavy environments (`Env.heavy`) and programs that exist at the same time.
@@ -107,7 +106,7 @@ class RolloutCollector:
         `play_program`: an episode of a program that asks: core/extras/programs.py.
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
-        self.renderer = renderer(policy, drop_thinking, system_prompt)
+        self.renderer = renderer(policy, system_prompt)
         self.pool = Pool(self.renderer.prepare, env_workers, env_timeout, env_instances, say)
         self.redirect, self.shows_right, self.play_program = redirect, shows_right, play_program
 

@@ -123,11 +123,11 @@ def tokenizer_of(name, added=THINK, date="2025-03-09", pieces=False):
     return tokenizer
 
 
-def second_prompt(tokenizer, answer, end, drop_thinking=False):
+def second_prompt(tokenizer, answer, end):
     """The ids of the first prompt with a sampled answer, and those of the prompt after it."""
     stops = [end_of_turn_id(tokenizer), tokenizer.eos_token_id]
     policy = Policy(None, tokenizer, torch.device("cpu"), stops, stops[0], max_length=4096)
-    agent = Agent(Renderer(policy, drop_thinking), Rollout("", "", 0, 0), chat=[HI])
+    agent = Agent(Renderer(policy), Rollout("", "", 0, 0), chat=[HI])
     agent.set_prompt()
     ids = tokenizer.encode(answer + end, add_special_tokens=False)
     sampled = agent.prompt_ids + ids
@@ -151,42 +151,23 @@ def test_known_template_opens_ends_and_continues_a_turn(name):
         assert prompt[:kept] == sampled[:kept]
 
 
-@pytest.mark.parametrize(
-    ("name", "opening"),
-    [
-        ("deepseek r1", "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>"),
-        ("qwen 3", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-    ],
-)
-@pytest.mark.parametrize("as_token", [True, False])
-def test_dropped_thinking_includes_a_think_tag_that_the_prompt_opened(name, opening, as_token):
-    tokenizer, known = tokenizer_of(name, THINK if as_token else []), KNOWN[name]
-    for answer in ("hm</think>oh</think>Yes", "Yes"):
-        _, prompt = second_prompt(tokenizer, answer, known.end, drop_thinking=True)
-        assert tokenizer.decode(prompt) == opening + "Yes" + known.end + known.after
-
-
-@pytest.mark.parametrize(("name", "prefill", "opening"), [
-    ("gemma", "Yes, né", KNOWN["gemma"].opening),
-    ("deepseek r1", "<think>\nHm", KNOWN["deepseek r1"].opening.removesuffix("<think>\n")),
-])  # fmt: skip
-def test_an_answer_that_an_environment_begins_is_continued(name, prefill, opening):
-    tokenizer, known = tokenizer_of(name), KNOWN[name]
+def test_an_answer_that_an_environment_begins_is_continued():
+    tokenizer, known, prefill = tokenizer_of("gemma"), KNOWN["gemma"], "Yes, né"
     stop = end_of_turn_id(tokenizer)
     policy = Policy(None, tokenizer, torch.device("cpu"), [stop], stop, max_length=4096)
     agent = Agent(Renderer(policy), Rollout("", "", 0, 0))
     agent.begin([HI, {"role": "assistant", "content": prefill}])
     agent.set_prompt()
     begun = prompt_ids(tokenizer, [HI])
-    assert tokenizer.decode(agent.prompt_ids) == opening + prefill
-    assert prefill[0] == "<" or agent.prompt_ids[: len(begun)] == begun
+    assert tokenizer.decode(agent.prompt_ids) == known.opening + prefill
+    assert agent.prompt_ids[: len(begun)] == begun
     said = agent.add(to_completion(policy, tokenizer.encode("!", add_special_tokens=False), []))
     assert said == prefill + "!" and said.token_ids == agent.rollout.turns[0].completion_ids
     answer = {"role": "assistant", "content": said}
     assert agent.chat == agent.rollout.messages == [HI, answer]
     agent.read(Step(SO, 0.0, False, {}))
     text = tokenizer.decode(agent.prompt_ids)
-    assert text.startswith(opening + said) and text.endswith(known.after)
+    assert text.startswith(known.opening + said) and text.endswith(known.after)
 
 
 def chat_of(*contents):

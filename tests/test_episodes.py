@@ -226,24 +226,6 @@ def test_a_demonstration_is_the_text_of_the_environment_with_the_end_of_turn(pol
         assert policy.tokenizer.decode(ids[:-1]) == rollout.messages[-1]["content"]
 
 
-def test_drop_thinking_hides_thoughts_from_later_turns_but_trains_on_them(policy):
-    def ids_of(text):
-        return [*policy.tokenizer.encode(text, add_special_tokens=False), policy.end_of_turn_id]
-
-    kept, dropped = (Scripted(policy, "<think>hm</think>yes") for _ in range(2))
-    task = Task("countdown", 3, 0)
-    play(policy, [task], kept)
-    (rollout,) = play(policy, [task], dropped, drop_thinking=True)
-    opening = kept.batches[0][0]
-    for sampler, context in ((kept, opening + kept.ids), (dropped, opening + ids_of("yes"))):
-        assert sampler.batches[1][0][: len(context)] == context
-    assert [turn.completion_ids for turn in rollout.turns] == [kept.ids] * 3
-    batch = to_tokens([rollout])
-    assert len(batch) == 3 * len(kept.ids)
-    for sequence, prompts in zip(batch.sequences, dropped.batches, strict=True):
-        assert sequence.token_ids == prompts[0] + kept.ids  # each turn in the context it saw
-
-
 def test_one_agent_demonstrates_and_the_others_guess(policy, monkeypatch):
     monkeypatch.setitem(registry.ENVIRONMENTS, "nim", Nim)
     collector = RolloutCollector(policy, 9)

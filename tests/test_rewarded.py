@@ -419,14 +419,14 @@ def test_a_prompt_with_the_template_around_it_is_refused_or_taken_as_it_is(comma
 
 def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
     policy = load_small(PRETRAINED)
-    renderer, tokenizer = Renderer(policy), policy.tokenizer
+    render, tokenizer = Renderer(policy).opening_ids, policy.tokenizer
     text = OF_TINY.format("1 + 1?")
-    ids = renderer.first_prompt([{"role": "raw", "content": text}])
+    ids = render([{"role": "raw", "content": text}], [])
     assert ids == tokenizer(text).input_ids and tokenizer.decode(ids) == text
     assert {*tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>", "<|assistant|>"])} <= {*ids}
-    assert len(renderer.first_prompt([{"role": "user", "content": text}])) > len(ids)
+    assert len(render([{"role": "user", "content": text}], [])) > len(ids)
     with pytest.raises(UsageError, match="a raw prompt is one text"):
-        renderer.first_prompt([{"role": "raw", "content": "a"}, {"role": "user", "content": "b"}])
+        render([{"role": "raw", "content": "a"}, {"role": "user", "content": "b"}], [])
 
 
 def test_a_base_model_without_a_template_is_trained_on_raw_prompts(command):

@@ -180,9 +180,8 @@ def load_speakers(chat: Chat, cfg: Config) -> list[Speaker]:
 def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
     """What plays the tasks of a run with a policy."""
     return RolloutCollector(
-        policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-        system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer,
-        play_program=programs.play_program, say=_note,
+        policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt,
+        renderer=tools.ToolRenderer, play_program=programs.play_program, say=_note,
     )  # fmt: skip
 
 

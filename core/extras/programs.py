@@ -41,8 +41,6 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
     say_once = collector.pool.say_once
-    if collector.renderer.drop_thinking:
-        say_once("--thinking drop does nothing for agents: their programs decide what is sent back")
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     while program.asks:

@@ -96,8 +96,7 @@ def open_collector(
 
         play_program = programs.play_program
     return RolloutCollector(
-        policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-        system_prompt=cfg.system_prompt, renderer=renderer,
+        policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt, renderer=renderer,
         redirect=opponents.redirect if opponents else None,
         shows_right="feedback" in needs(cfg), play_program=play_program, say=say,
     )  # fmt: skip
