@@ -28,26 +28,22 @@ An environment that raises, exceeds its time limit or returns something invalid 
 episode: `Rollout.error` gives the reason.
 """
 
-import random
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from core import distributed
 from core.calls import Outcome, TimeLimit
 from core.chat_template import without_tools
 from core.context import Agent, Renderer
-from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall, Pool, PooledEnv, is_program
 from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
-from core.types import Message, Rollout
+from core.types import Rollout
 from environments.base import (
-    DEMO_SEEDS,
-    EVAL_SEEDS,
     PLAYER,
     TRAIN_SEEDS,
     EnvFailure,
@@ -57,7 +53,6 @@ from environments.plumbing.registry import place_of
 from environments.plumbing.tools import name_of
 
 POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
-MAX_DRAWS = 10  # tasks whose prompt cannot be rendered, until their episode fails
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
 
 
@@ -69,7 +64,6 @@ class Episode:
     task: Task  # its environment and seed
     env: PooledEnv = field(init=False)
     agents: dict[str, Agent] = field(default_factory=dict)
-    draws: int = 0  # how many tasks it was given whose prompt could not be rendered
     rounds: int = 0  # how often its agents were asked to act; part of the seed of the next draws
     seat: str = ""  # where others play the rest: the agent whose rollout alone is kept
 
@@ -170,10 +164,12 @@ class RolloutCollector:
         # agent. Where there is one, as in letter_counting, its name is PLAYER
         agents, env = episode.agents, episode.env
         shows_right = self.shows_right and episode.task.seed in TRAIN_SEEDS  # with --algo sdpo
-        opened = False
-        while not opened:
-            [openings] = yield [EnvCall(env, env.reset, (episode.task.seed,))]
-            opened = self.open(episode, openings)
+        [openings] = yield [EnvCall(env, env.reset, (episode.task.seed,))]
+        for name, messages in openings.items():
+            agents[name] = self.new_agent(episode, name)
+            agents[name].begin(messages)
+            if messages:
+                agents[name].set_prompt()  # prompt_ids: the messages in the chat template
         if not any(agent.chat for agent in agents.values()):
             raise ValueError("reset() returned no message")
 
@@ -277,32 +273,6 @@ class RolloutCollector:
             if self.pool.lent:
                 self.pool.abandon()
 
-    def open(self, episode: Episode, openings: dict[str, list[Message]]) -> bool:
-        """Renders the first prompts. If that fails, replaces the task, and returns False.
-
-        The seed decides the task that takes its place, so a group has the same one. Raises
-        UsageError for a held-out task, and after MAX_DRAWS tasks.
-        """
-        seed, env = episode.task.seed, episode.task.env.short
-        try:
-            for name, messages in openings.items():
-                agent = self.new_agent(episode, name)
-                agent.begin(messages)
-                if messages:
-                    agent.set_prompt()  # prompt_ids: the messages in the chat template
-                episode.agents[name] = agent
-        except UsageError as error:
-            episode.draws += 1
-            if seed in EVAL_SEEDS or episode.draws > MAX_DRAWS:
-                raise
-            self.pool.say_once(f"{env} with seed {seed}: {error}; another task takes its "
-                                       "place, and that of others like it", env)  # fmt: skip
-            seeds = DEMO_SEEDS if seed in DEMO_SEEDS else TRAIN_SEEDS
-            episode.task = replace(episode.task, seed=random.Random(seed).choice(seeds))
-            episode.agents.clear()
-            return False
-        return True
-
     def asked_to_act(self, episode: Episode) -> list[Agent]:
         """The agents that have a prompt; none if one of them has had all its turns."""
         asked = [agent for agent in episode.agents.values() if agent.prompt_ids]
@@ -365,12 +335,8 @@ def check_seats(episode: Episode) -> None:
 
 def error_text(error: BaseException) -> str:
     """The type and the message of an error, at most 500 characters, and the user's line."""
-    try:
-        message = str(error)
-    except Exception:
-        message = "its message cannot be read"
     place = "" if isinstance(error, EnvFailure) else place_of(error)
-    return f"{type(error).__name__}: {message}"[:500] + place
+    return f"{type(error).__name__}: {error}"[:500] + place
 
 
 def own_rollouts(episode: Episode) -> list[Rollout]:

@@ -12,14 +12,11 @@ from test_episodes import PARAMS, Scripted, message
 
 from core import evaluation, metrics
 from core.config import Config
-from core.episodes import MAX_DRAWS, RolloutCollector
+from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.selection import drop_failed
 from core.tasks import Task
 from environments.base import (
-    DEMO_SEEDS,
-    EVAL_SEEDS,
-    TRAIN_SEEDS,
     Env,
     EnvFailure,
     MultiAgentEnv,
@@ -67,6 +64,7 @@ FAULTS = [
     (lambda: Step(None, float("nan"), True), "nan"),
     (lambda: Step(None, -1e20, True), "1e.15"),
     (lambda: Step(message("no! " * 250_000), 0.0, False), "500000"),
+    (lambda: Step(message("read! " * 1_000), 0.0, False), "one message has 6"),
     (lambda: Step(None, 1.0, False), "no message"),
     (lambda: Step(None, 1.0, True, {"x": object()}), "JSON"),
     (lambda: Step(None, 1.0, True, {"x": float("inf")}), "info of player"),
@@ -116,6 +114,7 @@ def only_ann(self, responses):
 @pytest.mark.filterwarnings("error")  # a coroutine that is never awaited
 @pytest.mark.parametrize(("kind", "method", "returned", "words"), [
     (OneTurn, "reset", [], "ValueError: reset.. returned no message"),
+    (OneTurn, "reset", [message("read! " * 1_000)], "UsageError: one message has 6"),
     (OneTurn, "reset", "Say 1.", "TypeError: reset.. returned str for player, not a list of mess"),
     (OneTurn, "reset", ("Say 1.", {}), "returned tuple of str, dict for player"),  # Gymnasium's
     (OneTurn, "reset", in_a_coroutine, "returned a coroutine .an environment is not async"),
@@ -144,36 +143,6 @@ def test_a_seat_without_a_step_is_no_error_where_the_episode_is_cut(policy, monk
     assert [r.error for r in play(policy, Task("cut", 0, 0), max_turns=1)] == ["", ""]
     policy.max_length = len(whole[0].turns[1].prompt_ids)  # ann's second prompt does not fit
     assert [r.error for r in play(policy, Task("cut", 0, 0))] == ["", ""]
-
-
-def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_group(
-    policy, one_turn
-):
-    """A held-out one is not: each is played once."""
-
-    def reset(self, seed):
-        long = seed in (3, DEMO_SEEDS[0], EVAL_SEEDS[3])
-        return [message("read! " * 1_000 if long else f"task {seed}")]
-
-    one_turn(reset=reset)
-    tasks = [Task("one", seed, g) for g, seed in enumerate((3, 4, DEMO_SEEDS[0], EVAL_SEEDS[3]))]
-    collector, said = RolloutCollector(policy, 1), []
-    collector.pool.say = said.append
-    rollouts = collector.collect([t for t in tasks for _ in range(3)], Scripted(policy), PARAMS)
-    [drawn], own, [shown], held_out = ({r.seed for r in rollouts[i : i + 3]} for i in (0, 3, 6, 9))
-    assert drawn != 3 and drawn in TRAIN_SEEDS
-    assert shown != DEMO_SEEDS[0] and shown in DEMO_SEEDS
-    assert (own, held_out) == ({4}, {EVAL_SEEDS[3]})
-    assert [bool(r.error) for r in rollouts] == [False] * 9 + [True] * 3
-    [line] = said
-    assert line.startswith("one with seed 3: one message has 6")
-
-
-def test_an_environment_none_of_whose_prompts_fits_is_an_error(policy, one_turn):
-    drawn = []
-    one_turn(reset=lambda self, seed: drawn.append(seed) or [message("read! " * 1_000)])
-    (rollout,) = play(policy, Task("one", 3, 0))
-    assert "one message has 6" in rollout.error and len(drawn) == 1 + MAX_DRAWS
 
 
 def test_numbers_of_numpy_are_those_of_python():
