@@ -8,7 +8,7 @@ from core.faults import UsageError
 from environments.plumbing.registry import make
 
 
-@pytest.mark.parametrize("name", ["gymnasium", "textarena", "reasoning_gym"])
+@pytest.mark.parametrize("name", ["gymnasium", "reasoning_gym"])
 def test_missing_library_is_a_usage_error_with_the_install_command(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     package = name.replace("_", "-")

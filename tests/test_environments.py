@@ -52,12 +52,11 @@ SPECS = {
     "reasoning_gym": Facts(0, 1, 1, "optimal", 2),
 }
 MULTI_AGENT = {  # demonstrations of one agent; the others guess
-    "textarena": Facts(-1, 1, 1, "", 5),
     "tic_tac_toe:opponent=self": Facts(-1, 1, 1, "valid"),
     "connect4:opponent=self": Facts(-1, 1, 1, "valid"),
     "iterated_game:opponent=self": Facts(-1, 1, 5, "valid"),
 }
-LIBRARIES = {"gymnasium", "reasoning_gym", "textarena"}
+LIBRARIES = {"gymnasium", "reasoning_gym"}
 SLOW = {"remote:env=letter_counting", *LIBRARIES}
 TOOLS = {"calculator"}  # imports transformers, for seconds
 FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW | TOOLS]
@@ -77,7 +76,7 @@ def test_check_env_finds_nothing_wrong_with_our_environments(spec, monkeypatch):
     report = check_env(spec, facts.num_seeds, other_process=False)
     assert not report.problems
     assert facts.low <= report.rewards[0] <= report.rewards[1] <= facts.high
-    assert len(report.demonstrations) == (facts.num_seeds if facts.demo else 0)
+    assert len(report.demonstrations) == facts.num_seeds
     for seed, (episode_return, correct) in enumerate(report.demonstrations):
         assert episode_return <= facts.max_return + 1e-9
         assert correct or facts.demo == "valid", seed

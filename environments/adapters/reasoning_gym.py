@@ -24,9 +24,14 @@ import json
 import os
 import random
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-from environments.adapters import preserve_global_generators, tell_once
+import numpy as np
+
 from environments.base import Env, Message, Step, UsageError
 from environments.parsing import read_action, user
 from environments.plumbing.installed import import_library
@@ -79,7 +84,7 @@ class ReasoningGym(Env):
                 try:
                     score = float(self.dataset.score_answer(answer, self.entry))
                 except Exception as error:  # each scorer's own for an unreadable answer
-                    tell_once(f"reasoning_gym:dataset={self.name}", error, "the answer gets 0")
+                    tell_once(self.name, type(error).__name__)
         return Step(None, score, True, {"correct": score >= 0.99, "invalid": answer is None})
 
     def demonstrate(self, hasty: bool = False) -> str | None:
@@ -91,3 +96,20 @@ class ReasoningGym(Env):
 def is_safe(dataset: str, answer: str) -> bool:
     """Whether the answer may be passed to the dataset's scorer."""
     return dataset not in SAFE or SAFE[dataset].fullmatch(answer) is not None
+
+
+@contextmanager
+def preserve_global_generators() -> Iterator[None]:
+    """Restores the states of `random` and `numpy.random` on exit."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@cache
+def tell_once(dataset: str, error: str) -> None:
+    """Names what a scorer raised: whether it or the answer is to blame, the reader can see."""
+    print(f"reasoning_gym:dataset={dataset} raised {error}: the answer gets 0", file=sys.stderr)

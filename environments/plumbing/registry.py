@@ -59,8 +59,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "reward_hacking": "environments.reward_hacking:RewardHacking",
     "rewarded": "environments.rewarded:Rewarded",
     "snake": "environments.snake:Snake",
-    "textarena": "environments.adapters.textarena:TextArena",
-    "textworld": "environments.adapters.textworld:TextWorld",
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
