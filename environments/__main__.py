@@ -2,12 +2,12 @@
 
 python -m environments                       # every environment with its options
 python -m environments play tic_tac_toe      # type the responses yourself; each reward is printed
-python -m environments play tic_tac_toe --web    # the same in the browser
 python -m environments show snake --seed 3   # watch the demonstrator, or else a random player
 python -m environments check my.py:Maze      # find mistakes; exit code 1 if there are any
 """
 
 import inspect
+import random
 import re
 import sys
 from contextlib import suppress
@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, UsageError
+from environments.base import PLAYER, Env, EnvFailure, Message, MultiAgentEnv, UsageError
+from environments.parsing import prefill_of
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, describe_error, list_envs, make
 from environments.plumbing.text import one_line, print_any_character, printable
-from environments.plumbing.web import DEMONSTRATOR, RANDOM, YOU, Episode, serve
+from environments.plumbing.tools import lines_about, with_tools
 
 CONSOLE = Console()
 MAX_TURNS = 50
@@ -32,24 +33,16 @@ def main(
     command: Annotated[Literal["list", "play", "show", "check"], tyro.conf.Positional] = "list",
     env: Annotated[str, tyro.conf.Positional] = "",
     seed: int = 0,
-    web: bool = False,
-    port: int = 0,
 ) -> int:
-    """Lists the environments, plays one in the terminal or the browser, or checks one.
+    """Lists the environments, plays one in the terminal, or checks one.
 
     Args:
         command: list all environments, play one yourself, show an episode, or find mistakes
         env: name[:key=value,...]
         seed: determines the task
-        web: play in the browser instead
-        port: of the page of --web; 0: a free one
     """
-    if (web and command != "play") or (port and not web):
-        raise UsageError("--web needs the command play, and --port needs --web")
     if command == "list":
         CONSOLE.print(overview())
-    elif web and env:
-        serve(Episode(make(env), env, seed), port)
     elif command == "check" and env:
         report = check_env(env)
         print(printable("\n".join(report.lines())))
@@ -86,18 +79,30 @@ def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> floa
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401  (`input` uses it from then on)
-    episode, shown = Episode(env, "", seed), 0
+    game, rng, returned = with_tools(env), random.Random(seed), 0.0
+    openings = game.reset(seed)
+    for line in lines_about(game):
+        _say("tools: ", line)
+    for agent, messages in openings.items():
+        _show(agent, messages)
+    asked = {agent: prefill_of(messages) for agent, messages in openings.items() if messages}
     for _ in range(MAX_TURNS):
-        for agent in episode.waiting:
-            shown = _print_log(episode, shown)
-            if interactive:
-                episode.act(agent, input(printable(f"{_name(agent)}{YOU}: ")))
-            else:
-                episode.demonstrate(agent)
-    _print_log(episode, shown)
-    episode_return = sum(episode.returns.values())
-    CONSOLE.print(f"[bold]sum of rewards: {episode_return:g}[/]")
-    return episode_return
+        steps = game.step({agent: begun + _respond(game, agent, rng, interactive)
+                           for agent, begun in asked.items()})  # fmt: skip
+        for agent, step in steps.items():
+            returned += float(step.reward)
+            if agent in asked or step.reward or step.done:
+                _say(f"{_name(agent)}reward {float(step.reward):+g}", style="dim")
+            if step.done:
+                facts = ", ".join(f"{key} {value}" for key, value in step.info.items())
+                _say(f"{_name(agent)}the end: {facts}", style="")
+            _show(agent, step.messages)
+        acting = {agent: step for agent, step in steps.items() if step.message and not step.done}
+        asked = {agent: prefill_of(step.messages) for agent, step in acting.items()}
+        if not asked:
+            break
+    CONSOLE.print(f"[bold]sum of rewards: {returned:g}[/]")
+    return returned
 
 
 def execute(args: list[str]) -> int:
@@ -117,24 +122,31 @@ def execute(args: list[str]) -> int:
         return 1
 
 
+def _respond(game: MultiAgentEnv, agent: str, rng: random.Random, interactive: bool) -> str:
+    """The response of an agent: typed, or else printed."""
+    if interactive:
+        return input(printable(f"{_name(agent)}you: "))
+    if (text := game.demonstrate(agent)) is not None:
+        _say(f"{_name(agent)}demonstrator: ", text, "bold green")
+    elif (text := game.guess(agent, rng)) is not None:
+        _say(f"{_name(agent)}random player: ", text, "bold green")
+    else:
+        raise UsageError("this environment has no demonstrator and no random player: use play")
+    return text
+
+
+def _show(agent: str, messages: list[Message]) -> None:
+    for message in messages:
+        speaker = "environment" if message["role"] == "user" else message["role"]
+        _say(f"{_name(agent)}{speaker}: ", message["content"] or "")
+
+
+def _say(head: str, text: str = "", style: str = "bold") -> None:
+    CONSOLE.print(Text.assemble((printable(head), style), printable(text)))
+
+
 def _name(agent: str) -> str:
-    return "" if agent in ("", PLAYER) else f"{agent}, "
-
-
-def _print_log(episode: Episode, start: int) -> int:
-    """Prints the log from a row on, but for what you typed; returns the next row to print."""
-    for row in episode.log[start:]:
-        agent = _name(row["agent"])
-        if "reward" in row:
-            CONSOLE.print(Text(printable(f"{agent}reward {row['reward']:+g}"), "dim"))
-            if row["done"]:
-                facts = ", ".join(f"{key} {value}" for key, value in row["info"].items())
-                CONSOLE.print(Text(printable(f"{agent}the end: {facts}")))
-        elif row["speaker"] != YOU:
-            style = "bold green" if row["speaker"] in (DEMONSTRATOR, RANDOM) else "bold"
-            who = (printable(f"{agent}{row['speaker']}: "), style)
-            CONSOLE.print(Text.assemble(who, printable(row["text"])))
-    return len(episode.log)
+    return "" if agent == PLAYER else f"{agent}, "
 
 
 if __name__ == "__main__":

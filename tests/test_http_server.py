@@ -1,4 +1,4 @@
-"""The server of the endpoint and of the page."""
+"""The server of the endpoint."""
 
 import socket
 
