@@ -2,19 +2,18 @@
 
 They are computed from the records and the settings alone, so a resumed run raises the same
 warnings at the same updates. A broken fact (core/invariants.py) names a fault; a symptom, below,
-such as a low entropy, is what training that is set up badly often shows. runs/clinic has faults,
-and what they raise.
+such as a reward that is always 0, is what training that is set up badly often shows. runs/clinic
+has faults, and what they raise.
 """
 
 import math
 
 from core.config import KNOWN, Config, needs
-from core.invariants import FACTS, Check, Fact, Limit, Numbers, by_group, fact
+from core.invariants import FACTS, Check, Fact, Limit, by_group, fact
 from core.results import Record
 from core.series import (
     MIN_UPDATES,
     WINDOW,
-    change_of,
     evaluated,
     finite,
     is_evaluation,
@@ -22,7 +21,6 @@ from core.series import (
     updates_of,
 )
 
-CONFIG = Config(lr=5e-5)  # where no settings are given
 NO_REWARD = (
     "reading in report.html what the model answers; an answer that you know to be right (python -m"
     " environments play SPEC shows what it earns); then a reward for a part of the task, easier"
@@ -36,8 +34,15 @@ MAX_UNSOLVED = 0.1  # fraction of groups up to which it does not matter if all a
 # (P, not P·G: the rollouts of a task depend on each other)
 MIN_FALL, CERTAIN_FALL = 0.75, 3.0
 EXPLAINED = {  # one cause, one warning: those that take the place of another
-    "below_start": {"reward_without_accuracy", "no_movement", "answers_unchanged"},
+    "below_start": {"no_movement", "answers_unchanged"},
     "dead_groups": {"no_reward", "below_start", "equal_answers"},
+}
+
+
+EXACT = {  # what the line before update 1 says: metric -> text with its number
+    "gap/logprob_max": "sampler and trainer agree to {:.1e} nats a token",
+    "reward/judged_otherwise": "{:.0%} of answers earn something else when judged again",
+    "demonstrations/right": "{:.0%} of demonstrations are right",
 }
 
 
@@ -48,37 +53,26 @@ def how_exact(records: list[Record]) -> str:
     'exact: sampler and trainer agree to 2.6e-06 nats a token, 100% of demonstrations are right'
     """
     found = {name: value for record in records for name, value in record.items()}
-    said = []
-    if "gap/logprob_max" in found:
-        said.append(f"sampler and trainer agree to {found['gap/logprob_max']:.1e} nats a token")
-    if "reward/judged_otherwise" in found:
-        equal = 1 - found["reward/judged_otherwise"]
-        said.append(f"{equal:.0%} of answers that were judged twice earn the same")
-    if "demonstrations/right" in found:
-        said.append(f"{found['demonstrations/right']:.0%} of demonstrations are right")
+    said = [text.format(found[name]) for name, text in EXACT.items() if name in found]
     return f"exact: {', '.join(said)}" if said else ""
 
 
-def new_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, str]:
+def new_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     """Returns the warnings to raise at the last record: name -> message.
 
     A warning is raised if it holds now and held in none of the QUIET_UPDATES updates before; at an
-    evaluation, also not at the evaluation before.
-
-    `records` are those of the run so far; `cfg`: its settings.
+    evaluation, also not at the evaluation before. `records` are those of the run so far.
     """
     active = active_warnings(records, cfg)
-    if not active:
-        return {}
     before = range(len(records) - 1, 0, -1)  # records[:end] is the run one, two, .. records ago
     ends = [*before[:QUIET_UPDATES]]
     if is_evaluation(records[-1]):
         ends += [end for end in before if is_evaluation(records[end - 1])][:1]
-    held = {name for end in ends for name in active_warnings(records[:end], cfg)}
+    held = {name for end in ends if active for name in active_warnings(records[:end], cfg)}
     return {name: message for name, message in active.items() if name not in held}
 
 
-def active_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, str]:
+def active_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     """Returns the warnings that hold at the last record: name -> message.
 
     A message is one line with the measured values and what to try. A comparison of held-out
@@ -96,50 +90,25 @@ def active_warnings(records: list[Record], cfg: Config = CONFIG) -> dict[str, st
     return {name: message for name, message in found.items() if name not in explained}
 
 
-@fact(
-    "reading the rollouts with the highest return in report.html, a stricter reward, --kl-coef,"
-    " more tasks"
-)
-def reward_without_accuracy(records: list[Record], cfg: Config) -> str:
-    """Held-out accuracy fell beyond both 95% intervals since an evaluation; reward rose since."""
-    now, recent = records[-1], records[-WINDOW:]
-    for end in range(len(records) - 2 * WINDOW, 0, -1) if is_evaluation(now) else []:
-        then = records[end - 1]
-        fell = [text for env in evaluated(then, "ci_low") if (text := _fell(env, then, now))]
-        reward = change_of(records[end : end + WINDOW], recent, "reward/mean") if fell else None
-        if reward and reward[0] < reward[1]:
-            rose = f"reward rose from {reward[0]:.3f} to {reward[1]:.3f}"
-            return f"since update {then['update']} {rose}, {fell[0]}"
-    return ""
-
-
 @fact("the reward and its assignment to rollouts; a lower --lr, from an earlier checkpoint")
 def below_start(records: list[Record], cfg: Config) -> str:
-    """The policy is no worse than before the first step, by accuracy and by reward: each of the
-    last updates earned clearly less than the first, on tasks of the same level."""
-    first = next(filter(is_evaluation, records), {})
+    """The policy is no worse than before the first step: by accuracy, beyond both 95% intervals,
+    and by reward: each of the last updates earned clearly less than the first, at the same level.
+    """
+    now, first = records[-1], next(filter(is_evaluation, records), {})
     for env in evaluated(first, "ci_low"):
-        if fell := _fell(env, first, records[-1]):
-            return f"{fell} at the start"
-    updates, last = updates_of(records), records[-MIN_UPDATES:]
-    if not updates or updates[0] is last[0] or not last[0].get("update"):
+        if finite(now, f"{env}/ci_high") < finite(first, f"{env}/ci_low"):
+            before, after = (finite(r, f"{env}/accuracy") for r in (first, now))
+            return f"accuracy on {env[5:]} fell to {after:.2f}, from {before:.2f} at the start"
+    updates = updates_of(records)
+    judged = [*updates[:1], *updates[-MIN_UPDATES:]]
+    start, *rewards = [finite(r, "reward/mean") for r in judged] or [math.nan]
+    spread = max((finite(r, "reward/std") for r in judged), default=math.nan)
+    clear = spread * max(MIN_FALL, CERTAIN_FALL / math.sqrt(cfg.num_prompts))
+    same_level = len({r.get("groups/level") for r in judged}) == 1
+    if not (same_level and rewards and all(start - reward > clear for reward in rewards)):
         return ""
-    judged = [updates[0], *last]
-    start, *rewards = (finite(r, "reward/mean") for r in judged)
-    spread = [finite(r, "reward/std") for r in judged]
-    levels = {r.get("groups/level") for r in judged}
-    clear = max(spread) * max(MIN_FALL, CERTAIN_FALL / math.sqrt(cfg.num_prompts))
-    if len(levels) > 1 or math.isnan(sum(rewards + spread)) or not start - max(rewards) > clear:
-        return ""
-    return f"reward fell from {start:.2f} to at most {max(rewards):.2f} in the last {len(last)}"
-
-
-def _fell(env: str, then: Record, now: Record) -> str:
-    """Whether the accuracy on "eval/<env>" fell beyond both 95% intervals."""
-    if not finite(now, f"{env}/ci_high") < finite(then, f"{env}/ci_low"):
-        return ""
-    before, after = finite(then, f"{env}/accuracy"), finite(now, f"{env}/accuracy")
-    return f"accuracy on {env.removeprefix('eval/')} fell to {after:.2f}, from {before:.2f}"
+    return f"reward fell from {start:.2f} to at most {max(rewards):.2f} in the last {len(rewards)}"
 
 
 def _always_earned(records: list[Record]) -> float:
@@ -188,15 +157,8 @@ def dead_groups(records: list[Record], cfg: Config) -> str:
     )
 
 
-def _explores_no_more(r: Numbers, cfg: Config) -> bool:
-    """Neither solves its tasks, nor has different returns in most groups that are not all right."""
-    differing, unsolved = 1 - r["groups/zero_std_fraction"], 1 - r["groups/all_right"]
-    return r["reward/correct"] < 0.9 and not differing > 0.7 * unsolved
-
-
 SYMPTOMS: tuple[Fact | Check, ...] = (
     no_reward,
-    reward_without_accuracy,
     below_start,
     dead_groups,
     Fact(
@@ -210,13 +172,5 @@ SYMPTOMS: tuple[Fact | Check, ...] = (
         Limit("length/hit_token_limit", 0, 0.95, MIN_UPDATES),
         "{x:.0%} of the completions end at --max-tokens, so hardly any is a finished answer",
         "a higher --max-tokens, a warm start with --sft-steps, or a model that ends its turns",
-    ),
-    Fact(
-        "entropy_collapse",
-        Limit("policy/entropy", 0.02, math.inf, WINDOW),
-        "the policy is almost deterministic ({x:.2g} nats per token), and solves only"
-        " {r[reward/correct]:.0%} of its tasks",
-        "--entropy-coef 0.01, a lower --lr, a higher --temperature, or an earlier checkpoint",
-        when=_explores_no_more,
     ),
 )

@@ -6,7 +6,6 @@ a row, `Fact`, or a function with `@fact` where it looks further back; each has 
 warning. core/probes.py measures what the loop does not need for itself.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -24,14 +23,15 @@ Judge = Callable[[list[Record], Config], str]  # "", or what is wrong, with its 
 
 class Numbers:
     """A record whose missing or infinite numbers are NaN, with which every comparison is false.
-    Those of the evaluation `env`, "eval/<env>", lack its name."""
+    Those of the evaluation `env`, "eval/<env>", may lack its name."""
 
     def __init__(self, record: Record, env: str = "") -> None:
         self.record, self.start = record, f"{env}/" if env else ""
 
     def __getitem__(self, name: str) -> Any:
         text = self.record.get(name)
-        return text if isinstance(text, str) else finite(self.record, self.start + name)
+        name = name if name in self.record else self.start + name
+        return text if isinstance(text, str) else finite(self.record, name)
 
 
 class Limit(NamedTuple):
@@ -93,26 +93,17 @@ def is_no_rounding(value: float, limit: float, cfg: Config) -> bool:
 
 def has_stepped(r: Numbers, cfg: Config) -> bool:
     """Whether the update has trained the policy, and not its value head alone."""
-    warmup = getattr(cfg.options, "value_warmup", 0)
-    return bool(r["update/steps"] > 0 and r["update"] > warmup and cfg.lr)
+    return bool(r["update/steps"] > 0 and r["update"] > cfg.options.value_warmup and cfg.lr)
 
 
 def may_learn(r: Numbers, cfg: Config) -> bool:
     """Whether an update has something to learn from: returns that differ within a group."""
-    finite_gradient = "grad/norm" not in r.record or not math.isnan(r["grad/norm"])
+    norm = r["grad/norm"] if "grad/norm" in r.record else 0.0
+    not_finite = r["update/skipped"] == 1 and norm != 0
     rewarded = cfg.lr and "feedback" not in needs(cfg)
     alive = r["groups/zero_std_fraction"] < 1 and r["tokens/trained"] != 0
-    trains = r["update"] > getattr(cfg.options, "value_warmup", 0)
-    return bool(rewarded and alive and finite_gradient and trains)
-
-
-def has_no_gradient(r: Numbers, cfg: Config) -> bool:
-    skipped = r["update/skipped"] == 1 and not r.record.get("grad/norm")
-    return may_learn(r, cfg) and skipped and not getattr(cfg.options, "target_kl", 0)
-
-
-def has_gradient(r: Numbers, cfg: Config) -> bool:
-    return may_learn(r, cfg) and bool(r["update/steps"] > 0 and r["grad/norm"] > 0)
+    trains = r["update"] > cfg.options.value_warmup
+    return bool(rewarded and alive and not not_finite and trains)
 
 
 def is_odd_step(r: Numbers, cfg: Config) -> bool:
@@ -129,7 +120,7 @@ def changes_a_part(r: Numbers, cfg: Config) -> bool:
 
 
 def has_one_denominator(r: Numbers, cfg: Config) -> bool:
-    free = getattr(cfg.options, "aggregation", "") == "constant" or cfg.mask_truncated_completions
+    free = cfg.options.aggregation == "constant" or cfg.mask_truncated_completions
     return r["loss/weight"] > 0 and not free  # 0: without a token in the loss
 
 
@@ -158,9 +149,24 @@ def begins_at_reference(r: Numbers, cfg: Config) -> bool:
     return r["update"] == 1 and not other and not rounded
 
 
-def differs_by_opening(r: Numbers, cfg: Config) -> bool:
-    """Nearly each episode has an opening of its own; in games training has the same ones anyway."""
-    return r["openings"] == r["tasks"] >= 0.9 * cfg.eval_num_tasks
+def reference_is_too_near(r: Numbers, cfg: Config) -> bool:
+    """Whether the policy, having moved by m nats an update, is as near to its reference as if it
+    had not: the KL is about m²/2, and a tenth of that is still not 0."""
+    moved, noise = r["update/moved"], max(1e-3, 3 * r["gap/logprob_mean"])
+    return r["update"] > 1 and moved > noise and r["kl/reference"] < moved**2 / 20
+
+
+def is_no_chance(r: Numbers, cfg: Config) -> bool:
+    """Whether a group has far more or fewer equal answers than their probabilities say."""
+    equal, likely = r["groups/equal_answers"], r["groups/likely_equal"]
+    chance = 3 * cfg.group_size * (cfg.group_size - 1) / 2  # pairs of three equal groups
+    return equal > 2 * likely + chance or likely > 2 * equal + chance
+
+
+def should_answer_otherwise(r: Numbers, cfg: Config) -> bool:
+    """Whether the policy has moved so far that some greedy answer should be another one."""
+    many = r["tasks"] >= 8 and r["tasks"] * r["tokens_mean"] >= 200
+    return r["update"] * r["update/moved"] > 0.02 and many and r["accuracy"] < 0.9
 
 
 REWARD = Fact(
@@ -170,14 +176,6 @@ REWARD = Fact(
     "the order of answers and rewards (a shuffle, a gather, workers), what an environment keeps"
     " from the episode before, a time limit; a reward that draws at random is only noisy",
 )
-STILL = Fact(
-    "no_movement",
-    Limit("update/moved", ROUNDING, math.inf),
-    "an update moves log-probs by {x:.1g} nats, with a gradient of norm {r[grad/norm]:.2g}",
-    "which weights the optimizer holds (those of the model that samples, and made after its"
-    " adapters), what lr a scheduler gives them, and whether the loss has a gradient",
-    when=has_gradient,
-)
 STEP = Fact(
     "step_size",
     Limit("update/step_size"),
@@ -186,13 +184,46 @@ STEP = Fact(
     " steps), and whether bfloat16 weights have float32 masters",
     when=is_odd_step,
 )
-ROWS = (
-    STILL,
-    STILL._replace(limit=Limit("update/unchanged", 0, 0.999), says="an update changes no weight"),
-    STILL._replace(
-        limit=Limit("update/skipped"),
-        when=has_no_gradient,
-        says="returns differ within groups, but no weight of the optimizer has a gradient",
+
+
+@fact(
+    "what the sampler sets by itself: temperature, top-p, top-k or a repetition penalty, such"
+    " as from a generation_config.json"
+)
+def draws_otherwise(records: list[Record], cfg: Config) -> str:
+    """The mean of -log π over sampled tokens is the mean entropy of π, up to chance; the longer a
+    run, the smaller a difference shows."""
+    z, off, gap = (
+        known(records, name) for name in ("gap/surprise_z", "gap/surprise", "gap/logprob_mean")
+    )
+    if len(z) < TWICE or cfg.filter_groups or cfg.staleness:
+        return ""  # chosen by what they earned, or drawn with older weights
+    errors, mean = abs(sum(z)) / math.sqrt(len(z)), statistics.fmean(off)
+    if not (errors > 4 and abs(mean) > max(0.01, 2 * statistics.fmean(gap))):
+        return ""
+    return (
+        f"the sampler does not draw from the π that both sides report: -log π of its tokens is"
+        f" {mean:+.3g} nats from the entropy of π, {errors:.0f} standard errors"
+    )
+
+
+FACTS: tuple[Fact | Check, ...] = (
+    draws_otherwise,
+    Fact(
+        "answers_unchanged",
+        Limit("*/same_answers", 0, 0.999, 1),
+        "all answers are those of the first evaluation, though updates move log-probs by"
+        " {r[update/moved]:.2g} nats each",
+        "which weights the evaluation samples with, and whether its answers come from a cache",
+        when=should_answer_otherwise,
+    ),
+    Fact(
+        "no_movement",
+        Limit("update/moved", ROUNDING, math.inf),
+        "an update moves log-probs by {x:.1g} nats, although returns differ within groups",
+        "which weights the optimizer holds (those of the model that samples, and made after its"
+        " adapters), what lr a scheduler gives them, and whether the loss has a gradient",
+        when=may_learn,
     ),
     Fact(
         "demonstrations_wrong",
@@ -335,78 +366,24 @@ ROWS = (
         Limit("*/seen", 0, 0.05, 1),
         "{x:.0%} of the held-out tasks were trained on: their accuracy counts what was memorized",
         "other seeds or rows for --eval-env, and removing duplicates from the data",
-        when=differs_by_opening,
+        # where nearly each episode has an opening of its own; games have the same ones anyway
+        when=lambda r, cfg: r["openings"] == r["tasks"] >= 0.9 * cfg.eval_num_tasks,
+    ),
+    Fact(
+        "equal_answers",
+        Limit("groups/equal_answers"),
+        "{x:.0f} pairs of answers of a group were equal, where {r[groups/likely_equal]:.0f} are"
+        " likely",
+        "the seeds of the sampler: one for each rollout, not one for a group, a worker or an"
+        " update",
+        when=is_no_chance,
+    ),
+    Fact(
+        "reference_moves",
+        Limit("kl/reference"),
+        "the KL to the reference is {x:.2g} although an update moves the policy by"
+        " {r[update/moved]:.2g} nats per token: the reference changes with it",
+        "a reference that is a copy, made before the first step, and in no optimizer",
+        when=reference_is_too_near,
     ),
 )
-
-
-@fact("which weights the evaluation samples with, and whether its answers come from a cache")
-def answers_unchanged(records: list[Record], cfg: Config) -> str:
-    """Once the policy has moved, not all greedy answers are those of the first evaluation."""
-    moved = sum(known(records, "update/moved"))
-    for env in evaluated(records[-1], "same_answers"):
-        r = Numbers(records[-1], env)
-        many = r["tasks"] >= 8 and r["tasks"] * r["tokens_mean"] >= 200
-        if r["same_answers"] == 1 and moved > 0.02 and many and r["accuracy"] < 0.9:
-            return (
-                f"updates have moved log-probs by {moved:.2g} nats, but all answers on {env}"
-                " are those of the first evaluation"
-            )
-    return ""
-
-
-@fact(
-    "what the sampler sets by itself: temperature, top-p, top-k or a repetition penalty, such"
-    " as from a generation_config.json"
-)
-def draws_otherwise(records: list[Record], cfg: Config) -> str:
-    """The mean of -log π over sampled tokens is the mean entropy of π, up to chance; the longer a
-    run, the smaller a difference shows."""
-    z, off, gap = (
-        known(records, name) for name in ("gap/surprise_z", "gap/surprise", "gap/logprob_mean")
-    )
-    if len(z) < TWICE or cfg.filter_groups or cfg.staleness:
-        return ""  # chosen by what they earned, or drawn with older weights
-    errors, mean = abs(sum(z)) / math.sqrt(len(z)), statistics.fmean(off)
-    if not (errors > 4 and abs(mean) > max(0.01, 2 * statistics.fmean(gap))):
-        return ""
-    return (
-        f"the sampler does not draw from the π that both sides report: -log π of its tokens is"
-        f" {mean:+.3g} nats from the entropy of π, {errors:.0f} standard errors"
-    )
-
-
-@fact("the seeds of the sampler: one for each rollout, not one for a group, a worker or an update")
-def equal_answers(records: list[Record], cfg: Config) -> str:
-    """A group has about as many equal answers as their probabilities say."""
-    last = [r for r in records if "groups/equal_answers" in r][-MIN_UPDATES:]
-    equal, likely = (
-        sum(finite(r, f"groups/{name}") for r in last) for name in ("equal_answers", "likely_equal")
-    )
-    chance = 3 * cfg.group_size * (cfg.group_size - 1) / 2  # pairs of three equal groups
-    apart = equal > 2 * likely + chance or likely > 2 * equal + chance
-    if len(last) < TWICE or not apart:
-        return ""
-    return f"{equal:.0f} pairs of answers of a group were equal, where {likely:.0f} are likely"
-
-
-@fact("a reference that is a copy, made before the first step, and in no optimizer")
-def reference_moves(records: list[Record], cfg: Config) -> str:
-    """The reference stays behind. After m nats of movement the KL is about m²/2; a tenth of that
-    is still not 0."""
-    last = [*map(Numbers, records[-MIN_UPDATES:])]
-    for before, now in itertools.pairwise(last):
-        moved, noise = before["update/moved"], max(1e-3, 3 * before["gap/logprob_mean"])
-        if not (moved > noise and now["kl/reference"] < moved**2 / 20):
-            return ""
-    if len(last) < MIN_UPDATES:
-        return ""
-    return (
-        f"the KL to the reference is {now['kl/reference']:.2g} although the update before moved"
-        f" the policy by {moved:.2g} nats per token: the reference changes with it"
-    )
-
-
-FACTS: tuple[Fact | Check, ...] = (
-    answers_unchanged, *ROWS, draws_otherwise, equal_answers, reference_moves
-)  # fmt: skip
