@@ -174,12 +174,13 @@ def test_compare_orders_runs_by_tokens_and_writes_one_page(tmp_path, capsys):
     }  # fmt: skip
     folders = [str(write_run(tmp_path / name, metrics)) for name, metrics in runs.items()]
     assert compare.main(folders) == 0
-    lines = capsys.readouterr().out.splitlines()
-    order = [folders[i] for i in (2, 0, 1, 3, 4)]  # two have one name
-    assert [line.split(": grpo on adding: ")[0] for line in lines[:5]] == order
-    assert "0.40 [0.30, 0.50] -> 0.92 [0.82, 1.02]; 0.9 after 300 tokens; 300 tokens" in lines[1]
+    title, *lines = capsys.readouterr().out.splitlines()
+    order = [folders[i] for i in (2, 0, 1, 3)]  # two have one name; one is not evaluated
+    assert title == "adding" and [line.split("  ")[2].split(":")[0] for line in lines[:4]] == order
+    assert lines[1].startswith("  0.40 [0.30, 0.50] -> 0.92 [0.82, 1.02]  ")
+    assert "0.9 after 300 tokens; 300 tokens" in lines[1] and "not reached" in lines[2]
     assert [run["name"] for run in data_of(tmp_path / "x/compare.html")] == folders
-    assert compare.main([str(tmp_path / "none")]) == 2
+    assert compare.main([str(tmp_path / "none")]) == 2 == compare.main(folders[4:])
 
 
 def test_a_board_has_the_runs_of_one_environment_and_budget(tmp_path, capsys):
@@ -190,11 +191,12 @@ def test_a_board_has_the_runs_of_one_environment_and_budget(tmp_path, capsys):
         write_run(tmp_path / name, run_of(0, accuracy), config=config)
     (tmp_path / "page").mkdir()
     assert compare.main(["--board", str(tmp_path / "*")]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
         "adding, 256 held-out tasks, 100 sampled tokens",
-        "  0.95 [0.85, 1.05]  b: grpo from tiny, 100 tokens, 0.0 min",
-        "  0.90 [0.80, 1.00]  a: grpo from tiny, 100 tokens, 0.0 min",
+        "  0.00 [-0.10, 0.10] -> 0.95 [0.85, 1.05]  b",
+        "  0.00 [-0.10, 0.10] -> 0.90 [0.80, 1.00]  a",
         "adding, 256 held-out tasks, 50 sampled tokens",
-        "  0.50 [0.40, 0.60]  c: grpo from tiny, 100 tokens, 0.0 min",
+        "  0.00 [-0.10, 0.10] -> 0.50 [0.40, 0.60]  c",
     ]
     assert compare.main(["--board", str(tmp_path / "base")]) == 2

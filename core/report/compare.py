@@ -8,9 +8,9 @@ Prints a line for each run, that with the fewest tokens first. Beside the first 
 """
 
 import glob
+import itertools
 import math
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from core.report.summary import (
 from core.results import Record, accuracy_of, before_after
 from core.settings import read_settings
 from core.terminal import cli
-from environments.plumbing.registry import short_names
 from environments.plumbing.text import printable
 
 Run = tuple[Path, dict[str, Any], list[Record]]  # folder, settings and metrics
@@ -49,18 +48,14 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
             "name the folders of the runs: python -m core.report.compare runs/a runs/b"
         )
     folders = list(dict.fromkeys(folder for run in runs for folder in matching(run)))
-    if board:
-        for line in board_lines([read_run(folder) for folder in folders if is_run(folder)]):
-            print(printable(line))
-        return
-    found = [read_run(folder) for folder in folders]
-    page = folders[0].resolve().parent / "compare.html"
-    write_page(page, [(folder, config) for folder, config, _ in found])
-    for line in lines(found):
+    found = [read_run(folder) for folder in folders if is_run(folder) or not board]
+    for line in lines(found, board):
         print(printable(line))
-    if any(config.get("eval_every") != 1 for _, config, _ in found):
-        print("Tokens are counted up to an evaluation: for an exact order use --eval-every 1.")
-    print(f"side by side: {page}")
+    if not board:
+        page = folders[0].resolve().parent / "compare.html"
+        write_page(page, [(folder, config) for folder, config, _ in found])
+        print("Tokens are counted up to an evaluation: --eval-every 1 gives an exact order.")
+        print(f"side by side: {page}")
 
 
 def is_run(folder: Path) -> bool:
@@ -79,48 +74,32 @@ def read_run(folder: Path) -> Run:
     return folder, read_settings(folder / "config.yaml"), read_records(folder / METRICS)
 
 
-def lines(runs: list[Run]) -> list[str]:
-    """A line for each run and environment that it evaluated.
+def lines(runs: list[Run], board: bool = False) -> list[str]:
+    """The environments, and below each a line for every run that it evaluated.
 
-    Within an environment, runs are ordered by the tokens that they sampled until the target
-    accuracy; those that did not reach it follow, by their final accuracy.
+    Runs are ordered by the tokens that they sampled until the target accuracy; those that did not
+    reach it follow, by their final accuracy. On a `board` only accuracy counts, among runs with the
+    same budget of tokens; where intervals overlap, the order may be chance. Raises UsageError if
+    there is nothing to show.
     """
     rows: list[tuple[str, float, float, str]] = []
     for name, (_, config, records) in zip(names_of([run[0] for run in runs]), runs, strict=True):
-        start = f"{name}: {algorithm_title(config)} on"
-        for env, first, last in before_after(records) or [(short_names(config["env"]), {}, {})]:
-            needed, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
-            both = [accuracy_of(env, record) for record in (first, last) if record]
-            accuracy = " -> ".join(both) or "not evaluated"
-            reached = f"after {needed:,} tokens" if needed is not None else "not reached"
-            line = f"{start} {env}: {accuracy}; {TARGET_ACCURACY} {reached}; {cost(records)}"
-            rows.append((env, math.inf if needed is None else needed, -final, line))
-    return [line for *_, line in sorted(rows)]
-
-
-def board_lines(runs: list[Run]) -> list[str]:
-    """The runs with a budget, --max-sampled-tokens, the best accuracy first: a board for each
-    environment and budget. Runs whose intervals overlap may differ by chance.
-
-    Raises UsageError if no run has an evaluation and a budget.
-    """
-    boards = defaultdict[str, list[tuple[float, str]]](list)
-    for name, (_, config, records) in zip(names_of([run[0] for run in runs]), runs, strict=True):
         budget, tasks = config["max_sampled_tokens"], config["eval_num_tasks"]
-        for env, _, last in before_after(records)[:1] if budget else []:
-            how = f"{algorithm_title(config)} from {config['model_id']}"
-            line = f"  {accuracy_of(env, last)}  {name}: {how}, {cost(records)}"
-            title = f"{env}, {tasks} held-out tasks, {budget:,} sampled tokens"
-            boards[title].append((last[f"eval/{env}/accuracy"], line))
-    if not boards:
-        raise UsageError("no run has an evaluation and a budget, which --max-sampled-tokens sets")
-    best_first = {title: sorted(rows, reverse=True) for title, rows in boards.items()}
-    return [line for title, rows in best_first.items() for line in (title, *(r[1] for r in rows))]
-
-
-def cost(records: list[Record]) -> str:
-    """What a run has sampled, and how long it took."""
-    return f"{sampled_tokens(records):,} tokens, {minutes(records):.1f} min"
+        evaluated = before_after(records)
+        for title, first, last in evaluated[:1] if board and budget else evaluated * (not board):
+            needed, final = tokens_to_target(title, records), last[f"eval/{title}/accuracy"]
+            reached = "not reached" if needed is None else f"after {needed:,} tokens"
+            cost = f"{sampled_tokens(records):,} tokens, {minutes(records):.1f} min"
+            how = f"{name}: {algorithm_title(config)} from {config['model_id']}"
+            change = f"{accuracy_of(title, first)} -> {accuracy_of(title, last)}"
+            line = f"  {change}  {how}; {TARGET_ACCURACY} {reached}; {cost}"
+            if board:
+                title, needed = f"{title}, {tasks} held-out tasks, {budget:,} sampled tokens", 0
+            rows.append((title, math.inf if needed is None else needed, -final, line))
+    if not rows:
+        raise UsageError("no run has an evaluation" + " and a budget, --max-sampled-tokens" * board)
+    boards = itertools.groupby(sorted(rows), key=lambda row: row[0])
+    return [line for title, some in boards for line in (title, *(row[-1] for row in some))]
 
 
 def main(args: list[str]) -> int:

@@ -10,7 +10,6 @@ below 10 MB; where the rollouts do not fit, the page says what was left out.
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ PAGE_BYTES = 9_500_000
 CURVE_POINTS = 300  # of a metric; more than a screen can show
 TEXT_CHARS = 8000  # of a rollout
 ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that no rollout lacks
-BatchKey = tuple[str, int]  # kind, train or eval, and update
 
 
 def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
@@ -62,20 +60,22 @@ def pack_rollouts(folder: Path, room: int) -> tuple[list[Record], str]:
     Returns one object per batch (the rollouts of an update or of an evaluation), and what was left
     out: the batches that do not fit, those in the middle of the run first.
     """
-
-    def packed(chars: int = room // 8) -> Iterator[Record]:
-        for key, rows in _read_batches(folder):  # the first and last ones fit, however large
-            yield _pack_batch(key, rows, min(TEXT_CHARS, chars // len(rows)))
-
-    sizes = [len(to_json(batch)) + 1 for batch in packed()]
-    kept, last = set[int](), len(sizes) - 1
-    for i in sorted(range(len(sizes)), key=lambda i: (min(i, last - i), -i)):
-        if sizes[i] <= room:
-            kept.add(i)
-            room -= sizes[i]
-    left = len(sizes) - len(kept)
-    text = f"the rollouts of {left} of {len(sizes)} updates and evaluations" if left else ""
-    return [batch for i, batch in enumerate(packed()) if i in kept], text
+    files = (iter_records(folder / name) for name in (OLD_ROLLOUTS, ROLLOUTS))
+    rows = (row for file in files for row in file if "kind" in row)
+    batches = list[Record]()
+    for (kind, update), of_batch in itertools.groupby(rows, lambda r: (r["kind"], r["update"])):
+        some = list(of_batch)  # the first and last ones fit, however large
+        groups = _groups(some, min(TEXT_CHARS, room // 8 // len(some)))
+        batches.append({"kind": kind, "update": update, "groups": groups})
+    last, left = len(batches) - 1, set[int]()
+    for i in sorted(range(len(batches)), key=lambda i: (min(i, last - i), -i)):
+        size = len(to_json(batches[i])) + 1
+        if size > room:
+            left.add(i)
+        else:
+            room -= size
+    text = f"the rollouts of {len(left)} of {len(batches)} updates and evaluations" if left else ""
+    return [batch for i, batch in enumerate(batches) if i not in left], text
 
 
 def to_json(data: Any) -> str:
@@ -154,36 +154,19 @@ def _curves(records: list[Record]) -> dict[str, list[list[Any]]]:
     return curves
 
 
-def _read_batches(folder: Path) -> Iterator[tuple[BatchKey, list[Record]]]:
-    """The rollouts of each update and each evaluation, in the order of the files."""
-    rows = (
-        row
-        for name in (OLD_ROLLOUTS, ROLLOUTS)
-        for row in iter_records(folder / name)
-        if "kind" in row
-    )
-    for key, batch in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):
-        yield key, list(batch)
-
-
-def _pack_batch(key: BatchKey, rows: list[Record], chars: int) -> Record:
-    """The JSON object of a batch. The rollouts of a group share the prompt of the first one."""
+def _groups(rows: list[Record], chars: int) -> list[Record]:
+    """The groups of a batch. The rollouts of a group share the prompt of the first one."""
     groups: dict[tuple[Any, ...], Record] = {}
     for row in rows:
         # the policy wrote the last len(rewards) assistant messages; earlier ones are examples
         written = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
         start = [*written[max(0, len(written) - len(row["rewards"])) :], len(row["messages"])][0]
         prompt = _messages(row["messages"][:start], chars)
+        names = {name: row[name] for name in ("env", "agent", "seed")}
         group = groups.setdefault(
-            (row["group_id"], row["env"], row["seed"], row["agent"]),
-            {
-                **{name: row[name] for name in ("env", "agent", "seed")},
-                "prompt": prompt,
-                "rollouts": [],
-            },
+            (row["group_id"], *names.values()), names | {"prompt": prompt, "rollouts": []}
         )
-        facts = [f"{k} {v}" for k, v in row["info"].items() if k != "correct"]
-        info = ", ".join(facts)
+        info = ", ".join(f"{k} {v}" for k, v in row["info"].items() if k != "correct")
         rollout: Record = {
             "return": _number(row["return"]),
             "correct": None if row.get("error") else _number(row["info"].get("correct")),
@@ -195,23 +178,18 @@ def _pack_batch(key: BatchKey, rows: list[Record], chars: int) -> Record:
             "info": shorten(info, 300),
             "error": shorten(row.get("error") or "", 500),
             "prompt": prompt if prompt != group["prompt"] else None,
-            "traces": [_rounded(trace) for trace in row.get("token_traces", [])],
+            "traces": [
+                {k: x if k == "text" else [*map(_number, x)] for k, x in trace.items()}
+                for trace in row.get("token_traces", [])
+            ],
         }
         group["rollouts"].append({k: v for k, v in rollout.items() if v or k in ALWAYS})
-    return {"kind": key[0], "update": key[1], "groups": list(groups.values())}
+    return [*groups.values()]
 
 
 def _messages(messages: list[Record], chars: int) -> list[list[str]]:
     limit = max(100, chars // max(1, len(messages)))
     return [[shorten(str(m["role"]), 50), shorten(str(m["content"]), limit)] for m in messages]
-
-
-def _rounded(trace: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The texts and numbers of a turn's tokens, as core/report/token_traces.py has them."""
-    return {
-        name: column if name == "text" else [*map(_number, column)]
-        for name, column in trace.items()
-    }
 
 
 def _number(value: Any) -> float | None:
