@@ -9,7 +9,7 @@ has faults, and what they raise.
 import math
 
 from core.config import KNOWN, Config, needs
-from core.invariants import FACTS, Check, Fact, Limit, by_group, fact
+from core.invariants import FACTS, Fact, Judge, Limit, Numbers, by_group
 from core.results import Record
 from core.series import (
     MIN_UPDATES,
@@ -17,28 +17,19 @@ from core.series import (
     evaluated,
     finite,
     is_evaluation,
-    mean_of,
     updates_of,
 )
 
-NO_REWARD = (
-    "reading in report.html what the model answers; an answer that you know to be right (python -m"
-    " environments play SPEC shows what it earns); then a reward for a part of the task, easier"
-    " tasks, a warm start with --sft-steps or --algo sdpo where there are demonstrations, or a"
-    " better model"
-)
-TINY = f"; tiny knows --env {' '.join(KNOWN)} and nothing else: --model-id smollm2"
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
 MAX_UNSOLVED = 0.1  # fraction of groups up to which it does not matter if all are dead
 # how far a mean return has to fall: in standard deviations of a return, and of a mean of P returns
 # (P, not P·G: the rollouts of a task depend on each other)
 MIN_FALL, CERTAIN_FALL = 0.75, 3.0
+WORSE = "the reward and its assignment to rollouts; a lower --lr, from an earlier checkpoint"
 EXPLAINED = {  # one cause, one warning: those that take the place of another
     "below_start": {"no_movement", "answers_unchanged"},
     "dead_groups": {"no_reward", "below_start", "equal_answers"},
 }
-
-
 EXACT = {  # what the line before update 1 says: metric -> text with its number
     "gap/logprob_max": "sampler and trainer agree to {:.1e} nats a token",
     "reward/judged_otherwise": "{:.0%} of answers earn something else when judged again",
@@ -81,16 +72,13 @@ def active_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     if not records or "update" not in records[-1]:
         return {}
     found: dict[str, str] = {}
-    for one in (*FACTS, *SYMPTOMS):
-        if one.name not in found and (what := one.broken(records, cfg)):
-            found[one.name] = f"{what}; try {one.try_}"
-    if "no_reward" in found and cfg.model_id == "tiny" and not {*map(str, cfg.env)} <= {*KNOWN}:
-        found["no_reward"] += TINY
+    for name, judge in (*FACTS, *SYMPTOMS):
+        if name not in found and (what := judge(records, cfg)):
+            found[name] = what
     explained = [name for name, causes in EXPLAINED.items() if causes & found.keys()]
     return {name: message for name, message in found.items() if name not in explained}
 
 
-@fact("the reward and its assignment to rollouts; a lower --lr, from an earlier checkpoint")
 def below_start(records: list[Record], cfg: Config) -> str:
     """The policy is no worse than before the first step: by accuracy, beyond both 95% intervals,
     and by reward: each of the last updates earned clearly less than the first, at the same level.
@@ -99,7 +87,8 @@ def below_start(records: list[Record], cfg: Config) -> str:
     for env in evaluated(first, "ci_low"):
         if finite(now, f"{env}/ci_high") < finite(first, f"{env}/ci_low"):
             before, after = (finite(r, f"{env}/accuracy") for r in (first, now))
-            return f"accuracy on {env[5:]} fell to {after:.2f}, from {before:.2f} at the start"
+            fell = f"accuracy on {env[5:]} fell to {after:.2f}, from {before:.2f} at the start"
+            return f"{fell}; try {WORSE}"
     updates = updates_of(records)
     judged = [*updates[:1], *updates[-MIN_UPDATES:]]
     start, *rewards = [finite(r, "reward/mean") for r in judged] or [math.nan]
@@ -108,59 +97,61 @@ def below_start(records: list[Record], cfg: Config) -> str:
     same_level = len({r.get("groups/level") for r in judged}) == 1
     if not (same_level and rewards and all(start - reward > clear for reward in rewards)):
         return ""
-    return f"reward fell from {start:.2f} to at most {max(rewards):.2f} in the last {len(rewards)}"
+    fell = f"reward fell from {start:.2f} to at most {max(rewards):.2f} in the last {len(rewards)}"
+    return f"{fell}; try {WORSE}"
 
 
-def _always_earned(records: list[Record]) -> float:
-    """What every rollout of every update so far has earned; NaN if they earned several returns, and
-    with fewer than MIN_UPDATES updates."""
-    updates = updates_of(records)
-    returns = {finite(r, f"reward/{end}") for r in updates for end in ("min", "max")}
-    return returns.pop() if len(updates) >= MIN_UPDATES and len(returns) == 1 else math.nan
-
-
-@fact(NO_REWARD)
 def no_reward(records: list[Record], cfg: Config) -> str:
-    """In some update so far returns differed, or one was above 0."""
-    if not (_always_earned(records) <= 0 and "feedback" not in needs(cfg)):
+    """In some update so far returns differed."""
+    updates = updates_of(records)
+    earned, *others = {finite(r, f"reward/{k}") for r in updates for k in ("min", "max")} or {0.0}
+    if others or math.isnan(earned) or len(updates) < MIN_UPDATES or "feedback" in needs(cfg):
         return ""
-    text = f"no rollout has earned a reward in all {len(updates_of(records))} updates so far"
+    if earned > 0:
+        return (
+            f"every rollout has earned {earned:g} in all {len(updates)} updates so far; try what"
+            " the reward depends on (python -m environments check SPEC), harder tasks"
+        )
+    text = f"no rollout has earned a reward in all {len(updates)} updates so far"
+    num_rollouts = cfg.num_prompts * cfg.group_size
     for metric, what in (
         ("info/agent_error", "of the agents ended with an error"),
         ("info/invalid", "of the answers could not be read"),
         ("length/hit_token_limit", "of completions end at --max-tokens"),
     ):
-        mean = mean_of(records[-WINDOW:], metric)
-        text += f"; {mean:.0%} {what}" if mean > 0.5 else ""
-    return text
-
-
-@fact(
-    "what the reward depends on (python -m environments check SPEC), a warm start (--sft-steps)"
-    " where the policy never succeeds, easier tasks, --curriculum 0.8, --filter-groups 3, a"
-    " larger --group-size"
-)
-def dead_groups(records: list[Record], cfg: Config) -> str:
-    """Returns differ in enough of the groups that are not all right: the others have no gradient.
-    (Counted as if no solved group had: where some have, dead ones go unnoticed.)"""
-    if not by_group(cfg):
-        return ""
-    if (earned := _always_earned(records)) > 0:
-        return f"in all {len(updates_of(records))} updates every rollout has earned {earned:g}"
-    same, right = (mean_of(records[-WINDOW:], f"groups/{name}")
-                   for name in ("zero_std_fraction", "all_right"))  # fmt: skip
-    if not (1 - right > MAX_UNSOLVED and 1 - same <= (1 - right) / 4):
-        return ""
+        # a flag that only those report for which it is true is the mean of 1, 1, ..
+        count = records[-1].get(metric.replace("info", "reported"), num_rollouts)
+        fraction = finite(records[-1], metric) * min(1.0, count / num_rollouts)
+        text += f"; {fraction:.0%} {what}" if fraction > 0.5 else ""
+    if cfg.model_id == "tiny" and not {*map(str, cfg.env)} <= {*KNOWN}:
+        text += f"; tiny knows --env {' '.join(KNOWN)} and nothing else: --model-id smollm2"
     return (
-        f"in {(same - right) / (1 - right):.0%} of the groups that are not all right, all"
-        f" {cfg.group_size} answers earned the same, so their gradients are 0"
+        f"{text}; try reading in report.html what the model answers; an answer that you know to be"
+        " right (python -m environments play SPEC shows what it earns); then a reward for a part"
+        " of the task, easier tasks, a warm start with --sft-steps or --algo sdpo where there are"
+        " demonstrations, or a better model"
     )
 
 
-SYMPTOMS: tuple[Fact | Check, ...] = (
-    no_reward,
-    below_start,
-    dead_groups,
+def _has_dead_groups(r: Numbers, cfg: Config) -> bool:
+    """Whether returns differ in too few of the groups that are not all right: the others have no
+    gradient. (Counted as if no solved group had: where some have, dead ones go unnoticed.)"""
+    unsolved = 1 - r["groups/all_right"]
+    differing = 1 - r["groups/zero_std_fraction"]
+    return by_group(cfg) and unsolved > MAX_UNSOLVED and differing <= unsolved / 4
+
+
+ROWS = (
+    Fact(
+        "dead_groups",
+        Limit("groups/zero_std_fraction", updates=WINDOW),
+        "in {x:.0%} of the groups all answers earned the same, so their gradients are 0;"
+        " {r[groups/all_right]:.0%} are all right",
+        "what the reward depends on (python -m environments check SPEC), a warm start"
+        " (--sft-steps) where the policy never succeeds, easier tasks, --curriculum 0.8,"
+        " --filter-groups 3, a larger --group-size",
+        when=_has_dead_groups,
+    ),
     Fact(
         "kl_runaway",
         Limit("update/moved", 0, 0.3, MIN_UPDATES),
@@ -173,4 +164,9 @@ SYMPTOMS: tuple[Fact | Check, ...] = (
         "{x:.0%} of the completions end at --max-tokens, so hardly any is a finished answer",
         "a higher --max-tokens, a warm start with --sft-steps, or a model that ends its turns",
     ),
+)
+SYMPTOMS: tuple[tuple[str, Judge], ...] = (
+    ("no_reward", no_reward),
+    ("below_start", below_start),
+    *((row.name, row.broken) for row in ROWS),
 )

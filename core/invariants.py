@@ -2,8 +2,8 @@
 
 Most faults of reinforcement learning raise no error, and most break a fact of this file. A fact
 reads the records and the settings alone, so a resumed run names the same at the same update. It is
-a row, `Fact`, or a function with `@fact` where it looks further back; each has the words of its
-warning. core/probes.py measures what the loop does not need for itself.
+a row, `Fact`, or a function where it looks further back; each has the words of its warning.
+core/probes.py measures what the loop does not need for itself.
 """
 
 import math
@@ -18,7 +18,7 @@ from core.series import MIN_UPDATES, evaluated, finite, known
 TWICE = 2  # updates in a row, where one number might be chance
 ROUNDING = 1e-6  # nats by which log-probs differ that are computed in other micro-batches
 MIN_LAG = 0.3  # updates that the sampler lacks, in two canaries
-Judge = Callable[[list[Record], Config], str]  # "", or what is wrong, with its numbers
+Judge = Callable[[list[Record], Config], str]  # "", or what is wrong, and what to try
 
 
 class Numbers:
@@ -53,7 +53,7 @@ class Fact(NamedTuple):
     when: Callable[[Numbers, Config], Any] = lambda r, cfg: True  # where it has to hold
 
     def broken(self, records: list[Record], cfg: Config) -> str:
-        """What is wrong at the last record, or ""."""
+        """What is wrong at the last record, and what to try; or ""."""
         limit, metric = self.limit, self.limit.metric.removeprefix("*/")
         for env in evaluated(records[-1], metric) if metric != limit.metric else [""]:
             last = [Numbers(record, env) for record in records[-limit.updates :]]
@@ -61,21 +61,8 @@ class Fact(NamedTuple):
                    and self.when(r, cfg) for r in last]  # fmt: skip
             if len(last) == limit.updates and all(off):
                 text = self.says.format(x=last[-1][metric], r=last[-1])
-                return f"{text} ({limit.metric.replace('*', env)})"
+                return f"{text} ({limit.metric.replace('*', env)}); try {self.try_}"
         return ""
-
-
-class Check(NamedTuple):
-    """A fact of more than the last updates, or of how one update follows another."""
-
-    name: str
-    try_: str
-    broken: Judge
-
-
-def fact(try_: str) -> Callable[[Judge], Check]:
-    """The decorator that makes a function a fact of its name."""
-    return lambda judge: Check(judge.__name__, try_, judge)
 
 
 # where facts have to hold
@@ -186,10 +173,6 @@ STEP = Fact(
 )
 
 
-@fact(
-    "what the sampler sets by itself: temperature, top-p, top-k or a repetition penalty, such"
-    " as from a generation_config.json"
-)
 def draws_otherwise(records: list[Record], cfg: Config) -> str:
     """The mean of -log π over sampled tokens is the mean entropy of π, up to chance; the longer a
     run, the smaller a difference shows."""
@@ -203,12 +186,13 @@ def draws_otherwise(records: list[Record], cfg: Config) -> str:
         return ""
     return (
         f"the sampler does not draw from the π that both sides report: -log π of its tokens is"
-        f" {mean:+.3g} nats from the entropy of π, {errors:.0f} standard errors"
+        f" {mean:+.3g} nats from the entropy of π, {errors:.0f} standard errors; try what the"
+        " sampler sets by itself: temperature, top-p, top-k or a repetition penalty, such as from"
+        " a generation_config.json"
     )
 
 
-FACTS: tuple[Fact | Check, ...] = (
-    draws_otherwise,
+ROWS = (
     Fact(
         "answers_unchanged",
         Limit("*/same_answers", 0, 0.999, 1),
@@ -387,3 +371,6 @@ FACTS: tuple[Fact | Check, ...] = (
         when=reference_is_too_near,
     ),
 )
+FACTS: tuple[tuple[str, Judge], ...] = (
+    ("draws_otherwise", draws_otherwise), *((row.name, row.broken) for row in ROWS)
+)  # fmt: skip

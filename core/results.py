@@ -30,12 +30,18 @@ def never_right(env: str, records: Sequence[Record]) -> bool:
     return not any(record.get(f"eval/{env}/accuracy") for record in records)
 
 
-def return_of(env: str, record: Record) -> str:
-    """'0.35 [0.30, 0.40]': the mean return with its interval, if the returns have any spread."""
+def return_interval(env: str, record: Record) -> list[float]:
+    """The mean return with the ends of its interval; equal returns, which have none, are exact."""
     value, low, high = (record.get(f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
     value = math.nan if value is None else value
-    has_interval = low is not None and not math.isnan(low)
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if has_interval else f"{value:.2f}"
+    exact = low is None or math.isnan(low)
+    return [value, value if exact else low, value if exact else high]
+
+
+def return_of(env: str, record: Record) -> str:
+    """'0.35 [0.30, 0.40]': the mean return with its interval, if the returns have any spread."""
+    value, low, high = return_interval(env, record)
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if low < high else f"{value:.2f}"
 
 
 def accuracy_of(env: str, record: Record) -> str:

@@ -29,27 +29,15 @@ def known(records: list[Record], name: str) -> list[float]:
     return [value for r in records if not math.isnan(value := finite(r, name))]
 
 
-def values_of(records: list[Record], name: str) -> list[float]:
-    """The finite values of a metric; none if there are fewer than WINDOW."""
-    values = known(records, name)
-    return values if len(values) >= WINDOW else []
-
-
-def mean_of(records: list[Record], name: str) -> float:
-    """The mean of a metric; NaN with fewer than WINDOW values."""
-    values = values_of(records, name)
-    return statistics.fmean(values) if values else math.nan
-
-
 def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
     """The means of a metric in both lists; None unless they differ by two standard errors, and with
     fewer than WINDOW values."""
-    before, after = values_of(first, name), values_of(last, name)
-    if not before or not after:
+    both = known(first, name), known(last, name)
+    if min(map(len, both)) < WINDOW:
         return None
-    error = math.sqrt(sum(statistics.variance(v) / len(v) for v in (before, after)))
-    means = statistics.fmean(before), statistics.fmean(after)
-    return means if abs(means[1] - means[0]) > 2 * error else None
+    error = math.sqrt(sum(statistics.variance(v) / len(v) for v in both))
+    before, after = map(statistics.fmean, both)
+    return (before, after) if abs(after - before) > 2 * error else None
 
 
 def evaluated(record: Record, metric: str) -> list[str]:

@@ -176,7 +176,7 @@ def test_missing_and_non_finite_values_raise_no_warning(value):
 @pytest.mark.parametrize(("earned", "found"), [
     ({}, ("no_reward", 3)),
     ({"reward/min": -1.0, "reward/max": -1.0}, ("no_reward", 3)),
-    ({"reward/min": 1.0, "reward/max": 1.0, "groups/all_right": 1.0}, ("dead_groups", 3)),
+    ({"reward/min": 1.0, "reward/max": 1.0, "groups/all_right": 1.0}, ("no_reward", 3)),
     ({"reward/max": lambda update: 0.5 if update == 2 else 0.0}, ("dead_groups", 5)),
 ])  # fmt: skip
 def test_returns_that_are_always_equal_are_named_once(algo, earned, found):
@@ -185,6 +185,17 @@ def test_returns_that_are_always_equal_are_named_once(algo, earned, found):
     expected = [found] if name == "no_reward" or algo == "grpo" else []
     assert raised(run_of(2, **nothing | earned), algo=algo) == []
     assert raised(run_of(9, **nothing | earned), algo=algo) == expected
+
+
+def test_unreadable_answers_that_earn_nothing_are_a_sentence():
+    """A flag that few report, for which it is true, is not that of all."""
+    records = run_of(3, reward__min=0.0, reward__max=0.0, info__invalid=1.0)
+    assert (
+        "; 100% of the answers could not"
+        in diagnostics.new_warnings(records, Config())["no_reward"]
+    )
+    records[-1]["reported/invalid"] = 3
+    assert "could not" not in diagnostics.new_warnings(records, Config())["no_reward"]
 
 
 @pytest.mark.parametrize(

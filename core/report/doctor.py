@@ -6,6 +6,7 @@ Is the run sound? Is it learning, or is the answer in the noise? Would more upda
 lines open report.html of the run, and end its output.
 """
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from core.faults import UsageError
 from core.files.run_folder import again, quoted
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
 from core.report.summary import logged_warnings, num_updates
-from core.results import Record, accuracy_of, before_after, never_right, return_of
+from core.results import Record, accuracy_of, before_after, never_right, return_interval, return_of
 from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.registry import relative
@@ -25,7 +26,7 @@ from environments.plumbing.text import printable
 CLEAR = 0.05  # McNemar's p below which accuracy has changed
 SOLVED = 0.8  # the lower end of the accuracy's interval: of 64 answers 58 were right
 MANY_CUT = 0.1  # completions that end at the token limit
-SIGNS = {one.name for one in SYMPTOMS}  # what follows from a broken fact
+SIGNS = dict(SYMPTOMS)  # what follows from a broken fact
 
 
 class Finding(NamedTuple):
@@ -49,7 +50,8 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
     warned = bool(found)
     for env, first, last in before_after(records):
         step = "" if warned or last is first else _next(folder, config, records, env, last)
-        found.append(Finding(_accuracy(env, first, last), step))
+        evaluations = [r for r in records[records.index(first) :] if f"eval/{env}/accuracy" in r]
+        found.append(Finding(_accuracy(env, evaluations), step))
     return found
 
 
@@ -68,9 +70,10 @@ def _example(folder: Path) -> str:
     return ""
 
 
-def _accuracy(env: str, first: Record, last: Record) -> str:
-    """The held-out accuracy on `env` before and after, and whether the change may be chance; the
-    accuracy alone where no update followed."""
+def _accuracy(env: str, evaluations: list[Record]) -> str:
+    """The held-out accuracy on `env` before and after, whether the change may be chance, and where
+    it fell; the accuracy alone where no update followed."""
+    first, last = evaluations[0], evaluations[-1]
     before, after = accuracy_of(env, first), accuracy_of(env, last)
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
     text, notes = f"held-out accuracy on {env} [95%]: {before}", list[str]()
@@ -78,7 +81,9 @@ def _accuracy(env: str, first: Record, last: Record) -> str:
         when = f"at update {first['update']}" if first["update"] else "before RL"
         text += f" {when} -> {after} after {last['update']} updates"
         if never_right(env, (first, last)):
-            text = f"No answer counts as right: {text}"
+            (_, low, high), (_, least, most) = (return_interval(env, r) for r in (first, last))
+            change = "rose" if least > high else "fell" if most < low else "may be as before"
+            text = f"No answer counts as right, and the mean return {change}: {text}"
             notes.append(f"mean return {return_of(env, first)} -> {return_of(env, last)}")
         elif p is not None:
             rises = last[f"eval/{env}/accuracy"] > first[f"eval/{env}/accuracy"]
@@ -86,9 +91,22 @@ def _accuracy(env: str, first: Record, last: Record) -> str:
             text = f"{verdict if p < CLEAR else 'The change may be chance'}: {text}"
             tasks = min(record.get(f"eval/{env}/tasks", 0) for record in (first, last))
             notes.append(f"{tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
+    notes += _fall(env, evaluations)
     notes += [] if trivial is None else [f"trivial baseline {trivial:.2f}"]
     text = f"{text} ({'; '.join(notes)})" if notes else text
     return text[:1].upper() + text[1:]
+
+
+def _fall(env: str, evaluations: list[Record]) -> list[str]:
+    """The last fall of the accuracy beyond both intervals, with the updates between which it was;
+    nothing if there is none."""
+    said, (level, *later) = list[str](), evaluations
+    for now in later:
+        if now[f"eval/{env}/ci_high"] < level[f"eval/{env}/ci_low"]:
+            ends = (f"{accuracy_of(env, r)} at update {r['update']}" for r in (level, now))
+            said, level = [f"it fell from {' to '.join(ends)}"], now
+        level = max(level, now, key=lambda r: r[f"eval/{env}/accuracy"])
+    return said
 
 
 def _next(
@@ -105,7 +123,8 @@ def _next(
         return "harder tasks, as these are solved"
     if never_right(env, records) and env.startswith("rewarded"):
         return "if such answers are right, say so (correct=NAME, threshold=X of the environment)"
-    if (cut := series.mean_of(last, "length/hit_token_limit")) > MANY_CUT:
+    cut = statistics.fmean(series.known(last, "length/hit_token_limit") or [0.0])
+    if cut > MANY_CUT:
         return f"a higher --max-tokens, as {cut:.0%} of the completions are cut"
     if updates and all(r.get("reward/min") == r.get("reward/max") == 0 for r in updates):
         return ("demonstrations and --sft-steps, or a pretrained model: every reward was 0, so "
