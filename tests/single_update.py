@@ -43,7 +43,7 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         yield OneUpdate(
             cfg, info, algorithm, policy, optimizer, collector=None, sampler=sampler,
             evaluator=evaluator,
-            outputs=SimpleNamespace(folder=None), interrupt=None,
+            folder=None, run_log=None, display=None, interrupt=None,
             ahead=Ahead(None), progress=checkpoint.START | {"update": update - 1},
         )  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_the_report_is_there_before_update_1(command, monkeypatch):
     pages, score = [], train.score_first
 
     def look(run, batch):
-        pages.append((run.outputs.folder / "report.html").read_text(encoding="utf-8"))
+        pages.append((run.folder / "report.html").read_text(encoding="utf-8"))
         score(run, batch)
 
     monkeypatch.setattr(train, "score_first", look)

@@ -11,11 +11,12 @@ from typing import Any
 from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
-from core.loop.outputs import Outputs
+from core.files.run_log import RunLog
 from core.metrics import by_seat, opening_of
 from core.sampler import Sampler, SamplingParams
 from core.selection import drop_failed
 from core.tasks import Task, eval_tasks, held_out_envs
+from core.terminal.console import Display
 from core.terminal.interrupt import Interrupt
 from core.types import Rollout
 
@@ -29,13 +30,14 @@ class Evaluator:
     cfg: Config
     collector: RolloutCollector
     sampler: Sampler
-    outputs: Outputs
+    run_log: RunLog
+    display: Display
     interrupt: Interrupt
     progress: dict[str, Any]
 
     def evaluate(self, update: int) -> dict[str, float]:
         """The metrics of one greedy rollout for each held-out task."""
-        cfg, outputs = self.cfg, self.outputs
+        cfg = self.cfg
         if cfg.eval_num_tasks == 0:
             return {}
         started = perf_counter()
@@ -49,8 +51,8 @@ class Evaluator:
             for rollout in [r for r in rollouts if r.env == env][:LOGGED_ROLLOUTS]
         ]
         on_server = cfg.sampler == "openai"
-        outputs.run_log.log_rollouts("eval", update, rollouts if on_server else logged)
-        drop_failed(rollouts, outputs.say)  # warns; raises if over half failed
+        self.run_log.log_rollouts("eval", update, rollouts if on_server else logged)
+        drop_failed(rollouts, self.display.say)  # warns; raises if over half failed
         results, counted = evaluation.accuracy_metrics(rollouts), evaluation.played(rollouts)
         results |= evaluation.of_answers(self.progress, rollouts, envs, cfg.eval_num_tasks)
         openings = {hash(opening_of(rollout)) for rollout in rollouts}
@@ -64,7 +66,7 @@ class Evaluator:
         play_trivial = partial(self.collector.demonstrate, trivial=True)
         results |= evaluation.comparisons(self.progress, counted, held_out, play_trivial)
         for line in evaluation.lines_about(counted, results, update):
-            outputs.say(line)
+            self.display.say(line)
         return results | {"time/eval_s": perf_counter() - started}
 
     def note_trained(self, rollouts: list[Rollout]) -> None:
@@ -76,10 +78,7 @@ class Evaluator:
 
     def _play(self, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
         """One rollout per task and agent."""
-        with (
-            self.outputs.display.phase("evaluation", params.max_tokens) as phase,
-            self.sampler,
-        ):
+        with self.display.phase("evaluation", params.max_tokens) as phase, self.sampler:
 
             def on_progress() -> None:
                 phase.advance()

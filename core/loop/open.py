@@ -84,11 +84,11 @@ def _opened(
     with (
         closing(sampler),
         Interrupt() as interrupt,
-        open_outputs(cfg, algorithm, policy, folder, log_dir, progress, new) as outputs,
-        closing(players.open_collector(cfg, policy, opponents, outputs.say)) as collector,
+        open_outputs(cfg, algorithm, policy, folder, log_dir, progress, new) as (log, display),
+        closing(players.open_collector(cfg, policy, opponents, display.say)) as collector,
         closing(Ahead(interrupt)) as ahead,
     ):
-        sampler.say = interrupt.say = outputs.say
+        sampler.say = interrupt.say = display.say
         lines = [
             *policy.remarks,
             sampler.remark,
@@ -102,11 +102,11 @@ def _opened(
             lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
         lines.append(f"report: {folder / 'report.html'}  (there before update 1; reload it)")
         for line in filter(None, lines):
-            outputs.say(line)
+            display.say(line)
         yield Run(
             cfg, info, algorithm, policy, optimizer, collector, sampler,
-            Evaluator(cfg, collector, sampler, outputs, interrupt, progress),
-            outputs, interrupt, ahead, progress, outputs.records(), older, teacher,
+            Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
+            folder, log, display, interrupt, ahead, progress, log.records(), older, teacher,
             canary=({}, progress.get("canary", {})),
             save_copy=opponents.save_copy if opponents else lambda: None,
         )  # fmt: skip

@@ -2,10 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,14 +20,18 @@ from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped
+from core.files import checkpoint, run_folder
+from core.files.run_log import RunLog
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
-from core.loop.outputs import Outputs
 from core.metrics import UpdateStats, rollout_metrics
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
+from core.report import PAGES, write_pages
+from core.report.doctor import final_lines
 from core.report.token_traces import trace_tokens
 from core.sampler import Sampler
+from core.settings import config_to_dict
 from core.terminal.console import Display
 from core.terminal.interrupt import Interrupt
 from core.types import Rollout
@@ -47,7 +52,9 @@ class Run:
     collector: RolloutCollector
     sampler: Sampler
     evaluator: Evaluator
-    outputs: Outputs
+    folder: Path  # runs/<name>
+    run_log: RunLog
+    display: Display
     interrupt: Interrupt
     ahead: Ahead
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
@@ -67,11 +74,6 @@ class Run:
 
     def __post_init__(self) -> None:
         self.first_update = max(1, self.next_update)
-
-    @property
-    def display(self) -> Display:
-        """Lines and bars."""
-        return self.outputs.display
 
     @property
     def weighted_kl(self) -> Callable[..., Tensor]:
@@ -119,7 +121,7 @@ class Run:
         if self.next_update == 0:
             if self.cfg.sft_steps:
                 self.save()
-                self.history = self.outputs.records()
+                self.history = self.run_log.records()
             self.save_copy()
             found = probes.of_demonstrations(self.cfg, self.collector)
             found |= self.evaluator.evaluate(0)
@@ -174,7 +176,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
-        self.outputs.say(line)
+        self.display.say(line)
 
     def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
         """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
@@ -192,7 +194,7 @@ class Run:
             self.evaluator.note_trained(rollouts)
             if self.sampler.sync_seconds is not None:
                 record["time/sync_s"] = self.sampler.sync_seconds
-            self.outputs.run_log.log_rollouts("train", update, rollouts)
+            self.run_log.log_rollouts("train", update, rollouts)
             if update == 1 and (line := diagnostics.how_exact([*self.history, record])):
                 self.say(line)
             self.display.update(update, record)
@@ -209,16 +211,24 @@ class Run:
             self.say(f"warning: {name}: {line}")
         if warnings:
             record["warnings"] = warnings
-        self.outputs.run_log.log(record)
+        self.run_log.log(record)
         if update < self.cfg.num_updates and (update == 0 or evaluates(update, cfg.eval_every)):
-            self.outputs.write_pages(["report.html"])  # after the last update `finish` writes all
+            self.write_pages(["report.html"])  # after the last update `finish` writes all
         self.progress["update"] = update
         self.stopped = self._too_many_skipped(record)
         return self.stopped
 
     def save(self) -> bool:
-        """Saves a checkpoint; see `Outputs.save`."""
-        return self.outputs.save(self.policy, self.optimizer, self.progress, self.older)
+        """Saves a checkpoint, or keeps the last one after an update without a finite gradient.
+
+        Returns whether there is one. After update 1 there always is, as there is no earlier one.
+        """
+        if self.progress["skipped_in_a_row"] and self.progress["update"] > 1:
+            return False
+        checkpoint.save_checkpoint(
+            self.folder, self.policy, self.optimizer, self.progress, self.older
+        )
+        return True
 
     def _too_many_skipped(self, record: dict[str, Any]) -> bool:
         # without different returns there is no gradient, or it is 0: nothing is wrong with that
@@ -236,7 +246,7 @@ class Run:
     @contextmanager
     def saved_when_ended(self) -> Iterator[None]:
         """Saves the run where a signal, a server or failing environments end it inside."""
-        resume = self.outputs.resume_command()
+        resume = self.resume_command()
         try:
             with memory.out_of_memory_as_one_line(self.command_with_less_memory):
                 yield
@@ -253,16 +263,37 @@ class Run:
             raise type(error)(f"{error}; resume with: {resume}") from None
 
     def finish(self) -> None:
-        """Writes the pages and the model. Raises Stopped if a signal has ended the run."""
-        complete = not self.stopped and not self.stopped_by
-        self.outputs.finish(self.policy, self.progress, complete)
+        """Writes the pages and, after the last update, the model; says what the run shows.
+
+        Raises Stopped if a signal has ended the run.
+        """
+        self.write_pages()
         if self.stopped_by:
             raise Stopped(self.stopped_by)
+        if distributed.rank() > 0 or self.stopped:
+            return
+        if self.cfg.sampler != "openai":
+            checkpoint.export_model(self.folder, self.policy)
+        for line in final_lines(self.folder, config_to_dict(self.cfg)):
+            self.say(line)
+
+    def write_pages(self, names: Sequence[str] = PAGES) -> None:
+        """Writes the pages of these names."""
+        if distributed.rank() == 0:
+            for line in write_pages(self.folder, config_to_dict(self.cfg), names):
+                self.say(line)
+
+    def resume_command(self) -> str:
+        """The command that resumes this run."""
+        flags = "--resume", str(self.folder)
+        if any(env.only_in_python for env in self.cfg.env):
+            return run_folder.again(self.cfg.env, *flags)
+        return run_folder.train_command(*flags)
 
     def command_with_less_memory(self) -> str:
         """What to do when memory runs out: resume with half the micro-batch budget."""
         budget = max(1, self.policy.micro_batch_tokens // 2)
-        return f"Resume with: {self.outputs.resume_command()} --max-tokens-per-micro-batch {budget}"
+        return f"Resume with: {self.resume_command()} --max-tokens-per-micro-batch {budget}"
 
 
 def lr_factor(cfg: Config, update: int, sampled_tokens: int) -> float:
