@@ -27,7 +27,6 @@ from core.optimizer import make_optimizer
 @pytest.fixture
 def run(tmp_path, policy):
     """A run folder, its policy and optimizer, and a function that takes a step and saves."""
-    (tmp_path / "config.yaml").write_text("algo: grpo\n")
     optimizer = make_optimizer(policy, 0.1)
 
     def save(update):

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -37,7 +38,6 @@ from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import programs, tools
 from core.faults import Fault, UsageError
-from core.files.atomic import scratch_folder
 from core.files.checkpoint import base_model, copy_weights, find_checkpoint
 from core.files.models import folder_of_model, load_exported, untrained
 from core.files.run_log import METRICS, read_records
@@ -286,8 +286,8 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
 
 
 def _load(cfg: Config, model_id: str, value_head: bool = False) -> Policy:
-    with scratch_folder() as folder:
-        own = folder_of_model(model_id, folder / "tiny", cfg.seed)
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        own = folder_of_model(model_id, Path(folder, "tiny"), cfg.seed)
         return load_policy(cfg, own, value_head=value_head, flag="model")
 
 

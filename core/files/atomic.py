@@ -7,7 +7,6 @@ with published(run / "config.yaml") as part:     # also for a folder, which the 
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,16 +46,6 @@ def published(path: Path) -> Iterator[Path]:
         if isinstance(error, SafetensorError) or type(error) is Exception:  # also of tokenizers
             raise OSError(errno.EIO, one_line(error), str(path)) from None
         raise
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Yields a new folder for temporary files. It stays if it cannot be removed."""
-    folder = tempfile.mkdtemp()
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove(path: Path) -> None:

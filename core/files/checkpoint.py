@@ -4,7 +4,7 @@
         weights.safetensors              every trainable parameter
         optimizer.pt                     moments, and float32 master weights if there are any
         older.safetensors                with --staleness: those of the updates before
-        state.json                       progress and settings
+        state.json                       how far the run is
 
 A checkpoint is written under another name and renamed, so it is complete as soon as it exists. The
 two newest are kept. The first is of the warm start or of update 1: a run that is killed before it
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -69,8 +68,6 @@ def save_checkpoint(
         return
     name = f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
     target = run / "checkpoint" / name
-    settings = yaml.safe_load((run / "config.yaml").read_bytes())
-    facts = {"progress": progress, "settings": settings}
     # a `target` that exists: the run was stopped right after it was saved
     with published(target) as part:
         part.mkdir(parents=True)
@@ -80,7 +77,7 @@ def save_checkpoint(
             save_weights(part, named, OLDER)
         with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
             torch.save(optimizer.state_dict(), file)
-        (part / STATE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (part / STATE).write_text(json.dumps({"progress": progress}), encoding="utf-8")
     for old in _newest_first(target.parent)[KEEP:]:
         remove(old)
 

@@ -48,8 +48,7 @@ def begin(cfg: Config) -> tuple[Config, Path, bool]:
     if not cfg.resume:
         names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
         stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"[:MAX_NAME_BYTES]
-        folder = new_folder(RUNS, cfg.run_name, stem)
-        folder = create_run(folder, config_to_dict(cfg), take_next=not cfg.run_name)
+        folder = create_run(cfg.run_name, stem, config_to_dict(cfg))
     return cfg, folder, not cfg.resume
 
 
@@ -73,46 +72,42 @@ def quoted(words: list[str]) -> str:
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
-def new_folder(runs: Path, name: str, stem: str) -> Path:
-    """The path of a new run: runs/<name>, or the first free runs/<stem>-<number>."""
-    if not name:
-        return next(p for i in itertools.count(1) if not (p := runs / f"{stem}-{i}").exists())
+def create_run(name: str, stem: str, settings: dict[str, Any]) -> Path:
+    """Creates runs/<name>, or the first free runs/<stem>-<number>, with its config.yaml.
+
+    Raises UsageError for a name that is taken or not plain, and for an option that could not be
+    read again.
+    """
     plain = Path(name).name == name.strip() and not name.startswith(".") and name.isprintable()
     if not plain or len(name.encode()) > MAX_NAME_BYTES:
         raise UsageError(f"--run-name {name!a} is not a plain folder name of at most "
                          f"{MAX_NAME_BYTES} bytes")  # fmt: skip
-    if (runs / name).exists():
-        raise UsageError(f"--run-name {name}: {runs / name} exists; use another, or --resume it")
-    return runs / name
-
-
-def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> Path:
-    """Creates the folder of a new run with its config.yaml, and returns it.
-
-    If it exists, raises UsageError; with `take_next`, counts the number at the end of its name up.
-    Raises UsageError for an option that could not be read again.
-    """
-    part = run.with_name(f"{PART}{run.name}-{os.getpid()}")
+    part = RUNS / f"{PART}{os.getpid()}"
     try:
         remove(part)
         part.mkdir(parents=True)
     except (FileExistsError, NotADirectoryError):  # such as a link to a disk that is not there
-        raise UsageError(f"{run.parent} is no folder; remove it") from None
+        raise UsageError(f"{RUNS} is no folder; remove it") from None
     try:
         write_config(part, settings)
         read_config(part / "config.yaml")
         while True:
+            run = RUNS / name if name else next_folder(stem)
+            if run.exists():
+                raise UsageError(f"--run-name {name}: {run} exists; use another, or --resume it")
             try:
-                os.rename(part, run)  # fails if `run` is a folder that is not empty
-                return run
+                return part.rename(run)
             except OSError:
-                if not run.exists():
+                if not run.exists():  # another process has made it
                     raise
-            stem = run.name.rpartition("-")[0]
-            run = new_folder(run.parent, "" if take_next else run.name, stem)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         raise
+
+
+def next_folder(stem: str) -> Path:
+    """The first of runs/<stem>-1, runs/<stem>-2, .. that does not exist."""
+    return next(p for i in itertools.count(1) if not (p := RUNS / f"{stem}-{i}").exists())
 
 
 @contextmanager
@@ -122,31 +117,29 @@ def lock_run(run: Path, new: bool) -> Iterator[None]:
     Raises UsageError if another process holds the lock. If a UsageError ends the run before its
     next record, removes the folder of a `new` one, and restores the config.yaml of another.
     """
-    metrics, unused = run / "metrics.jsonl", False
-    lock = filelock.FileLock(run / ".lock", timeout=0)
-    try:
-        lock.acquire()  # the operating system releases it if this process dies; the file stays
+    metrics, lock = run / "metrics.jsonl", filelock.FileLock(run / ".lock")
+    try:  # the operating system releases it if this process dies; the file stays
+        held = lock.acquire(timeout=0)
     except filelock.Timeout:
         raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
                          "--run-name") from None  # fmt: skip
-    for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
-        remove(left)
     before, size = (run / "config.yaml").read_bytes(), _size(metrics)
     try:
-        yield
+        with held:
+            for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
+                remove(left)
+            yield
     except UsageError:
-        no_record = _size(metrics) <= size  # less, where a resume has dropped records
-        unused = new and no_record
-        if no_record and not new:
-            with published(run / "config.yaml") as part:
-                part.write_bytes(before)
-        raise
-    finally:
-        lock.release()
-        if unused:  # after its lock is released: Windows removes no open file
+        if _size(metrics) > size:  # less, where a resume has dropped records
+            raise
+        if new:
             shutil.rmtree(run, ignore_errors=True)
             with suppress(OSError):  # runs/ contains other runs
                 run.parent.rmdir()
+        else:
+            with published(run / "config.yaml") as part:
+                part.write_bytes(before)
+        raise
 
 
 def _size(file: Path) -> int:

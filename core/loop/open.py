@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from core import config, distributed, memory, tasks
 from core.algorithm import Algorithm, describe_options, load_algorithm
 from core.config import Config
 from core.files import checkpoint, run_folder
-from core.files.atomic import scratch_folder
 from core.files.models import load_run_policy
 from core.loop import players
 from core.loop.ahead import Ahead
@@ -35,14 +35,15 @@ def open_run(cfg: Config) -> Iterator[Run]:
     """
     cfg, info = prepare(cfg)
     algorithm = load_algorithm(cfg)
-    with distributed.process_group(cfg.device), scratch_folder() as scratch_dir:
+    scratch = TemporaryDirectory(ignore_cleanup_errors=True)
+    with distributed.process_group(cfg.device), scratch as scratch_dir:
         cfg, folder, is_new = distributed.broadcast_from_rank_0(lambda: run_folder.begin(cfg))
         is_writer = distributed.rank() == 0
         lock = run_folder.lock_run(folder, is_new)
         with lock if is_writer else nullcontext():
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
-            log_dir = folder if is_writer else scratch_dir
+            log_dir = folder if is_writer else Path(scratch_dir)
             opened = _opened(cfg, info, algorithm, folder, log_dir, is_new)
             with opened as run, run.saved_when_ended():
                 memory.probe_peak_memory(cfg, run.policy, run.optimizer, run.say)
