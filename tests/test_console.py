@@ -1,8 +1,6 @@
-"""The display: one line per update in a terminal and in a pipe; a run survives a closed pipe."""
+"""The display: one line per update in a terminal and in a pipe."""
 
 import io
-import subprocess
-import sys
 
 from rich.console import Console
 
@@ -45,29 +43,6 @@ def test_both_modes_print_the_same_lines(monkeypatch):
     assert screen(terminal=False).splitlines() == lines
     shown = screen(terminal=True)
     assert all(line in shown for line in [lines[0], *lines[-4:]]) and "loss" not in shown
-
-
-def test_a_run_goes_on_where_nobody_reads_its_output():
-    """As `train.py | head -1`: a line of stderr says so, and the exit code is that of the run."""
-    program = """import sys
-from core.terminal.console import Display
-with Display("title") as display:
-    input()
-    display.say("a")
-    display.say("b")
-    print("c", flush=True)
-sys.exit(3)"""
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=-1, stdout=-1, stderr=-1, text=True
-    )
-    assert child.stdout.readline() == "title\n"
-    child.stdout.close()
-    child.stdin.write("\n")
-    child.stdin.close()
-    (line,) = child.stderr.read().splitlines()
-    child.stderr.close()
-    assert line == "nothing reads the output any more; the run goes on in its folder"
-    assert child.wait() == 3
 
 
 def test_a_terminal_breaks_lines_between_words_but_no_command(monkeypatch):

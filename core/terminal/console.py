@@ -1,10 +1,9 @@
 """Shows the progress of a run: a line for each update, and below it bars, in a terminal only."""
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -19,15 +18,6 @@ SHOWN = {  # metrics in the line of an update: label and format
 }  # fmt: skip
 
 
-class Output(Console):
-    """The terminal, or a pipe: where nobody reads on, as with `train.py | head`, a run goes on."""
-
-    def on_broken_pipe(self) -> None:
-        with suppress(SystemExit):
-            super().on_broken_pipe()  # what this process prints from now on is dropped
-        print("nothing reads the output any more; the run goes on in its folder", file=sys.stderr)
-
-
 class Display:
     """The lines and bars of a run.
 
@@ -39,7 +29,7 @@ class Display:
         self, title: str, console: Console | None = None, quiet: bool = False,
         meanings: Mapping[str, str] | None = None, num_updates: int = 0,
     ) -> None:  # fmt: skip
-        self.console = console or Output(highlight=False, quiet=quiet)
+        self.console = console or Console(highlight=False, quiet=quiet)
         self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = title
         self.meanings = dict(meanings or {})
