@@ -65,8 +65,12 @@ class MainOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model that is trained."""
+    """The model that is trained, and the hardware."""
 
+    device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
+    # Precision of the weights; auto: bfloat16 on CUDA, otherwise float32. float64: trainer and
+    # torch sampler agree on every log-prob; takes twice the time of float32 on a CPU.
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     # nf4: store the base model in 4 bits under the LoRA adapters (QLoRA, bitsandbytes).
     quantize: Literal["none", "nf4"] = "none"
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for
@@ -81,10 +85,15 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Environments and their difficulty."""
+    """Environments, their difficulty, and greedy evaluation on held-out tasks."""
 
     # Evaluation environments; none given: the same as --env.
     eval_env: tuple[str, ...] = ()
+    # Updates between evaluations, at first a fifth of that; 0: only before the first and after the
+    # last update.
+    eval_every: Steps = 10
+    # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
+    eval_num_tasks: Count = 256
     # Sets the option difficulty, level, depth, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: Count = 0
     # Raise the difficulty at this training accuracy, lower it at half of it; 0: off.
@@ -168,7 +177,7 @@ class AlgorithmOptions:
 
 
 @dataclass(frozen=True)
-class WarmStartOptions:
+class SFTOptions:
     """Supervised fine-tuning (SFT) on demonstrations before RL."""
 
     sft_steps: Steps = 0  # Number of SFT steps; 0: no warm start.
@@ -180,31 +189,8 @@ class WarmStartOptions:
 
 
 @dataclass(frozen=True)
-class EvaluationOptions:
-    """Greedy evaluation on held-out tasks."""
-
-    # Updates between evaluations, at first a fifth of that; 0: only before the first and after the
-    # last update.
-    eval_every: Steps = 10
-    # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
-    eval_num_tasks: Count = 256
-
-
-@dataclass(frozen=True)
-class SystemOptions:
-    """Hardware and random numbers."""
-
-    device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
-    # Precision of the weights; auto: bfloat16 on CUDA, otherwise float32. float64: trainer and
-    # torch sampler agree on every log-prob; takes twice the time of float32 on a CPU.
-    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
-    # Random seed; the same command with the same seed repeats the run.
-    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-
-
-@dataclass(frozen=True)
-class LoggingOptions:
-    """The run folder, checkpoints and trackers."""
+class RunOptions:
+    """The run folder, checkpoints, trackers and random numbers."""
 
     run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
     config: str = ""  # Read settings from this config.yaml or run; flags override them.
@@ -213,13 +199,15 @@ class LoggingOptions:
     save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
     # Also send the metrics to this tracker.
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
+    # Random seed; the same command with the same seed repeats the run.
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
 
 
-# The fields of a dataclass come from its last base first: main, model, ..., logging.
+# The fields of a dataclass come from its last base first: main, model, .., run.
 @dataclass(frozen=True)
 class Config(
-    LoggingOptions, SystemOptions, EvaluationOptions, WarmStartOptions, AlgorithmOptions,
-    OptimizationOptions, SamplingOptions, TaskOptions, ModelOptions, MainOptions,
+    RunOptions, SFTOptions, AlgorithmOptions, OptimizationOptions, SamplingOptions,
+    TaskOptions, ModelOptions, MainOptions,
 ):  # fmt: skip
     """picoRL: reinforcement learning for language models."""
 

@@ -6,7 +6,6 @@ tyro prints --help, and a box about words that are no settings; then it exits wi
 """
 
 import dataclasses
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -190,13 +189,9 @@ def find_run(given: str) -> Path | None:
 
 
 def known_runs() -> str:
-    """Which runs there are, the newest first, for the message about one that there is not."""
-    files = [file for file in config.RUNS.glob("*/config.yaml") if file.parent.name[0] != "."]
-    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
-    names = [file.parent.name for file in files[:MAX_NAMES]]
-    if not names:
-        return f"there are no runs in {config.RUNS.absolute()}"
-    return f"{config.RUNS}/ has {', '.join(names)}{', ..' if len(files) > MAX_NAMES else ''}"
+    """Some of the runs that there are, for the message about one that there is not."""
+    names = sorted(file.parent.name for file in config.RUNS.glob("[!.]*/config.yaml"))[:MAX_NAMES]
+    return f"{config.RUNS}/ has {', '.join(names)}" if names else f"{config.RUNS}/ has no runs"
 
 
 def config_file(cfg: Config) -> Path | None:
@@ -241,8 +236,8 @@ def _parse_flags(args: list[str], default: Config) -> Config:
     whole = default.options is not None
     fields: list[tuple[str, Any]] = []
     nested: dict[str, Any] = {}
-    for group in GROUPS:  # WarmStartOptions: a box with the title "warm start options"
-        title = re.sub("(?<=[a-z])(?=[A-Z])", " ", group.__name__.removesuffix("Options")).lower()
+    for group in GROUPS:  # MainOptions: a box with the title "main options"
+        title = group.__name__.removesuffix("Options").lower()
         kind: Any = Annotated[tyro.conf.OmitArgPrefixes[group], tyro.conf.arg(name=title)]  # type: ignore
         fields.append((group.__name__, kind))
         values = {f.name: getattr(default, f.name) for f in dataclasses.fields(group)}
