@@ -57,7 +57,7 @@ def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:
     the Python that has them."""
     if any(EnvSpec.read(env).only_in_python for env in envs):
         return f"train.execute({[*flags]})"
-    return quoted(["python", "train.py", *flags])
+    return train_command(*flags)
 
 
 def train_command(*flags: str) -> str:

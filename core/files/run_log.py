@@ -52,10 +52,6 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.finish()
 
-    def records(self) -> list[Record]:
-        """The records so far."""
-        return read_records(self.folder / METRICS)
-
     def log(self, record: Record) -> None:
         """Appends `record` to metrics.jsonl; sends the numbers of an update to the tracker."""
         _append(self.metrics_file, record)

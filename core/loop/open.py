@@ -107,7 +107,7 @@ def _opened(
         yield Run(
             cfg, info, algorithm, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
-            folder, log, display, interrupt, ahead, progress, log.records(), older, teacher,
+            folder, log, display, interrupt, ahead, progress, older, teacher,
             canary=({}, progress.get("canary", {})),
             save_copy=opponents.save_copy if opponents else lambda: None,
         )  # fmt: skip

@@ -20,8 +20,9 @@ from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, NoServer, Stopped
-from core.files import checkpoint, run_folder
-from core.files.run_log import RunLog
+from core.files import checkpoint
+from core.files.run_folder import again
+from core.files.run_log import METRICS, RunLog, read_records
 from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.metrics import UpdateStats, rollout_metrics
@@ -58,12 +59,12 @@ class Run:
     interrupt: Interrupt
     ahead: Ahead
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
-    history: list[dict[str, Any]] = field(default_factory=list)  # the records
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     teacher: Policy | None = None  # of --teacher
     reference: Policy | None = None  # of --kl-coef
     # before an update, as the policy has other weights while --staleness samples
     save_copy: Callable[[], None] = lambda: None
+    history: list[dict[str, Any]] = field(default_factory=list)  # the records
     next_level: int = 0  # of the next update's tasks, as `play` says
     canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
     stopped: bool = False  # ended before the last update
@@ -118,10 +119,10 @@ class Run:
         Evaluates the policy before the first, and saves what a warm start has taught it. Ends
         earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
         """
+        self.history = read_records(self.run_log.folder / METRICS)
         if self.next_update == 0:
             if self.cfg.sft_steps:
                 self.save()
-                self.history = self.run_log.records()
             self.save_copy()
             found = probes.of_demonstrations(self.cfg, self.collector)
             found |= self.evaluator.evaluate(0)
@@ -285,10 +286,7 @@ class Run:
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
-        flags = "--resume", str(self.folder)
-        if any(env.only_in_python for env in self.cfg.env):
-            return run_folder.again(self.cfg.env, *flags)
-        return run_folder.train_command(*flags)
+        return again(self.cfg.env, "--resume", str(self.folder))
 
     def command_with_less_memory(self) -> str:
         """What to do when memory runs out: resume with half the micro-batch budget."""
