@@ -7,8 +7,10 @@
 A completion is never rendered or tokenized again, so the policy trains on the ids that it sampled.
 Only the template can write the tokens that its turns are made of. A message that quotes such a
 token, like "<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn.
-`tools` are JSON schemas. A template that writes calls as Hermes and Qwen do, or whose tokenizer has
-a `response_template`, writes them itself; for others `without_tools` puts them into messages.
+`tools` are JSON schemas. A template that writes calls as Hermes and Qwen do (plumbing/tools.py)
+writes them itself, and so does one whose tokenizer has a `response_template` (LFM 2.5, Gemma 4):
+its calls are read with transformers' `parse_response`. A model with any other template is told to
+write them as Hermes does: `without_tools` puts schemas, calls and results into messages.
 """
 
 import json
@@ -18,21 +20,17 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, cast
+from itertools import takewhile
+from typing import Any, Literal, cast
 
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.faults import UsageError
 from core.types import Message
+from environments.plumbing import tools as hermes
 from environments.plumbing.text import one_line
-from environments.plumbing.tools import (
-    OPENING,
-    THOUGHT,
-    Call,
-    call_text,
-    read_calls,
-)
+from environments.plumbing.tools import END_OF_THOUGHT, OPENING, THOUGHT, Call, call_text
 
 Schema = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool", "raw")
@@ -47,16 +45,13 @@ SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 QUESTION: Message = {"role": "user", "content": "?"}
 ANSWER: Message = {"role": "assistant", "content": COMPLETION}
+LOOKUP = Call("lookup", {"word": "a word"})
 TOOL: Schema = {  # of a function that is never called
     "type": "function",
     "function": {
-        "name": "lookup",
+        "name": LOOKUP.name,
         "description": "Look up a word.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "The word."}},
-            "required": ["word"],
-        },
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     },
 }
 RESULT: Message = {"role": "tool", "content": "found"}
@@ -74,7 +69,8 @@ NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a temp
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 # What begins a turn in the templates of many models, and what follows it
 MARKS = [("<|im_start|>", "<|im_end|>"), ("<|start_header_id|>", "<|end_header_id|>"),
-         ("<start_of_turn>", "<end_of_turn>"), ("[INST]", "[/INST]")]  # fmt: skip
+         ("<start_of_turn>", "<end_of_turn>"), ("<|user|>", "<|assistant|>"),
+         ("[INST]", "[/INST]")]  # fmt: skip
 
 
 def prompt_ids(
@@ -142,14 +138,9 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> No
     tokenizer.template_options, tokenizer.today = own, today  # type: ignore[attr-defined]
 
 
-def is_rendered(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text seems to have a chat template around it: it begins with one of the tokens of
-    the template, and has another one, or with a mark of MARKS, and has its second. As a message it
-    would get the template once more."""
-    tokens = [token for token in _turn_tokens(tokenizer) if token in text]
-    starts = tuple(tokens) if len(tokens) > 1 else ()
-    starts += tuple(first for first, second in MARKS if second in text)
-    return text.lstrip().startswith(starts)
+def is_rendered(text: str) -> bool:
+    """Whether a text seems to have a chat template around it; as a message it would get another."""
+    return any(text.lstrip().startswith(first) and second in text for first, second in MARKS)
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int:
@@ -174,14 +165,12 @@ def set_num_embeddings(tokenizer: Tokenizer, count: int) -> None:
     Raises UsageError if the template writes one, or if the vocabulary itself is larger.
     """
     tokenizer.num_embeddings = count  # type: ignore[attr-defined]
-    hint = "resize_token_embeddings(len(tokenizer)) makes the missing ones, to be trained"
-    if tokenizer.vocab_size > count:
-        raise UsageError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {count} "
-                         f"embeddings: it may be of another model; {hint}")  # fmt: skip
-    last = max(_encode(tokenizer, render(tokenizer, [QUESTION, ANSWER, QUESTION])))
-    if last >= count:
-        raise UsageError(f"the chat template writes {tokenizer.decode([last])!r}, a token "
-                         f"that was added and has no embedding: {hint}")  # fmt: skip
+    written = _encode(tokenizer, render(tokenizer, [QUESTION, ANSWER, QUESTION]))
+    if max(tokenizer.vocab_size, *(i + 1 for i in written)) > count:
+        raise UsageError(
+            f"the model has {count} embeddings, and its tokenizer or chat template more tokens: "
+            "it may be of another model, or resize_token_embeddings(len(tokenizer)) is missing"
+        )
 
 
 def num_embeddings(tokenizer: Tokenizer) -> int:
@@ -274,28 +263,55 @@ def render(
     Raises UsageError if there is no template, and if it refuses the messages or fails.
     """
     has_tools = bool(tools) or any(m["role"] == "tool" or "tool_calls" in m for m in chat)
-    if has_tools and not has_tool_format(tokenizer):
+    if has_tools and not tool_format(tokenizer):
         chat, tools = without_tools(tokenizer, chat, tools), ()
     return _apply(tokenizer, chat, open_turn, tools)
 
 
 @lru_cache(maxsize=8)
-def has_tool_format(tokenizer: Tokenizer) -> bool:
-    """Whether the template writes schemas, calls and results, and picoRL can read such calls."""
-    call: dict[str, Any] = {"name": "lookup", "arguments": {"word": "a word"}}
-    calls = [TOOL_CALL | {"function": call}]
-    asked: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+def tool_format(tokenizer: Tokenizer) -> Literal["own", "hermes", ""]:
+    """How the template writes schemas, calls and results: "own", for `parse_response`; "hermes";
+    "" if it does not, or in a format that picoRL cannot read."""
     with suppress(UsageError):
-        text = _apply(tokenizer, [QUESTION, asked, RESULT], False, [TOOL])
+        text = _apply(tokenizer, [QUESTION, _asked("", [LOOKUP]), RESULT], False, [TOOL])
         if TOOL["function"]["description"] in text and RESULT["content"] in text:
-            written = read_calls(OPENING + text.rpartition(OPENING)[2])
-            return parses_calls(tokenizer) or written == [Call("lookup", call["arguments"])]
-    return False
+            if "tool_calls" in str(getattr(tokenizer, "response_template", "")):
+                return "own"
+            if hermes.read_calls(OPENING + text.rpartition(OPENING)[2]) == [LOOKUP]:
+                return "hermes"
+    return ""
 
 
-def parses_calls(tokenizer: Tokenizer) -> bool:
-    """Whether transformers' `parse_response` finds the calls in what the model writes."""
-    return "tool_calls" in str(getattr(tokenizer, "response_template", ""))
+def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
+    """The calls of a completion, up to the first unreadable one; none inside a thought."""
+    if tool_format(tokenizer) != "own":
+        return hermes.read_calls(opened_thought(tokenizer) + text)
+    prompt = render(tokenizer, [QUESTION], tools=[TOOL])
+    end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
+    try:
+        message: Any = tokenizer.parse_response(text + end, prefix=prompt)
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        return [hermes.make_call(**call) for call in calls]
+    except Exception:  # of a text that does not have the format
+        return [hermes.UNREADABLE]
+
+
+def in_format_of(tokenizer: Tokenizer, text: str) -> str:
+    """A demonstration with the calls of `call_text`, in the template's format."""
+    calls = hermes.read_calls(text)
+    if calls and tool_format(tokenizer):
+        return _calls_as_text(tokenizer, text.partition(OPENING)[0].strip(), calls)
+    # a call counts only after the thought of the prompt
+    is_thought = calls and not read_calls(tokenizer, text)
+    return f"{END_OF_THOUGHT}\n\n{text}" if is_thought else text
+
+
+@lru_cache(maxsize=8)
+def opening_of_calls(tokenizer: Tokenizer) -> str:
+    """The text with which a call begins."""
+    if tool_format(tokenizer) != "own":
+        return OPENING
+    return _calls_as_text(tokenizer, "", [LOOKUP]).partition(LOOKUP.name)[0].split()[0]
 
 
 def without_tools(
@@ -323,6 +339,23 @@ def without_tools(
         plain.append({"role": role, "content": text})
         after_result = message["role"] == "tool"
     return plain
+
+
+def _asked(content: str, calls: Sequence[Call]) -> Message:
+    """An answer with calls."""
+    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    asked = [TOOL_CALL | {"function": function} for function in functions]
+    return {"role": "assistant", "content": content, "tool_calls": asked}
+
+
+def _calls_as_text(tokenizer: Tokenizer, content: str, calls: Sequence[Call]) -> str:
+    """What the template writes for an answer with calls, without the token that closes the turn."""
+    prompt = render(tokenizer, [QUESTION], tools=[TOOL])
+    chat = [QUESTION, _asked(content, calls)]
+    text = render(tokenizer, chat, open_turn=False, tools=[TOOL])
+    end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+    return text[len([*equal]) :].partition(end)[0].strip()
 
 
 def _quoted(
@@ -357,8 +390,7 @@ def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
     chat: list[Message] = [QUESTION, {"role": "assistant", "content": "?"}, QUESTION]
     text = render(tokenizer, chat, open_turn=False)
     if with_tools:
-        call = TOOL_CALL | {"function": {"name": "?", "arguments": {}}}
-        chat = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, RESULT]
+        chat = [QUESTION, _asked("", [Call("?", {})]), RESULT]
         text += render(tokenizer, chat, open_turn=False, tools=[TOOL])
     turns = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     turns |= {*_encode(tokenizer, text)}

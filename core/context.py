@@ -4,8 +4,7 @@
 
 The ids of a completion are kept as they were sampled, and only the messages after them are
 tokenized. So the policy is trained on exactly what it saw. A context grows from turn to turn, until
-an environment begins a fresh one. A `Renderer` turns messages into ids; core/extras/tools.py has
-one for environments with tools.
+an environment begins a fresh one. A `Renderer` turns messages into ids.
 
 An episode (core/episodes.py) calls an `Agent` in this order. Two things are rare: a *prefill*, the
 beginning of an answer that the environment gives, and what `show` makes for --algo sdpo.
@@ -26,6 +25,7 @@ from core.chat_template import (
     Schema,
     accepts_system,
     clean_message,
+    in_format_of,
     next_prompt_ids,
     num_embeddings,
     prompt_ids,
@@ -35,7 +35,7 @@ from core.chat_template import (
 from core.faults import UsageError
 from core.policy import Policy
 from core.types import Completion, Message, Rollout, Turn
-from environments.base import Env, EnvFailure, Response, Step
+from environments.base import EnvFailure, Response, Step
 
 MAX_OPENINGS = 1000  # prompts that a renderer keeps
 
@@ -51,12 +51,6 @@ class Renderer:
         self.policy, self.system_prompt = policy, system_prompt
         self.rendered = lru_cache(MAX_OPENINGS)(self._render)
 
-    def prepare(self, env: Env) -> Env:
-        """The environment as this renderer plays it."""
-        if env.tools:
-            raise TypeError("the environment has tools: create the collector with ToolRenderer")
-        return env
-
     def opening_ids(self, chat: list[Message], schemas: Sequence[Schema]) -> list[int]:
         """The ids of a prompt that begins a context.
 
@@ -71,9 +65,10 @@ class Renderer:
     def demonstration(self, text: str) -> Completion:
         """A demonstration as if the policy had sampled it, with log-probs of 0. Raises UsageError
         for a token that was added to the tokenizer and that the model has no embedding of."""
-        ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
-        if max(ids, default=0) >= num_embeddings(self.policy.tokenizer):
-            token = self.policy.tokenizer.decode([max(ids)])
+        tokenizer = self.policy.tokenizer
+        ids = tokenizer.encode(in_format_of(tokenizer, text), add_special_tokens=False)
+        if max(ids, default=0) >= num_embeddings(tokenizer):
+            token = tokenizer.decode([max(ids)])
             raise UsageError(f"a demonstration has {token!r}, which has no embedding in the model")
         ids.append(self.policy.end_of_turn_id)
         return Completion(ids, [0.0] * len(ids), text, "stop")

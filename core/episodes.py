@@ -31,11 +31,12 @@ episode: `Rollout.error` gives the reason.
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from core import distributed
 from core.calls import Outcome, TimeLimit
-from core.chat_template import without_tools
+from core.chat_template import read_calls, without_tools
 from core.context import Agent, Renderer
 from core.policy import Policy
 from core.pool import EnvCall, Pool, PooledEnv, is_program
@@ -84,7 +85,6 @@ class RolloutCollector:
         env_workers: int = 64,
         env_instances: int | None = None,
         system_prompt: str = "",
-        renderer: type[Renderer] = Renderer,
         redirect: Callable[..., Request] | None = None,
         shows_right: bool = False,
         play_program: Any = None,
@@ -94,14 +94,14 @@ class RolloutCollector:
         `env_timeout`: limit of one call of an environment, in seconds; 0: no limit.
         `env_workers`: calls of environments that wait, at the same time.
         `env_instances`: heavy environments (`Env.heavy`) and programs that exist at the same time.
-        `renderer`: core/extras/tools.py has the one for environments with tools.
         `redirect`: gives the request of an agent that the policy does not play another sampler.
         `shows_right`: whether turns of training get `feedback_ids`.
         `play_program`: an episode of a program that asks: core/extras/programs.py.
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
-        self.renderer = renderer(policy, system_prompt)
-        self.pool = Pool(self.renderer.prepare, env_workers, env_timeout, env_instances, say)
+        self.renderer = Renderer(policy, system_prompt)
+        reader = partial(read_calls, policy.tokenizer)
+        self.pool = Pool(reader, env_workers, env_timeout, env_instances, say)
         self.redirect, self.shows_right, self.play_program = redirect, shows_right, play_program
 
     def collect(

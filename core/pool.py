@@ -24,13 +24,12 @@ from environments.base import (
     Env,
     Message,
     Step,
-    as_multi,
     checked_openings,
     checked_steps,
     has_step_batch,
 )
 from environments.plumbing.registry import EnvSpec, make
-from environments.plumbing.tools import ToolEnv
+from environments.plumbing.tools import ReadCalls, ToolEnv, with_tools
 
 POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
 FIRST, BUILT = defaultdict[EnvSpec, Lock](Lock), set[EnvSpec]()  # held while a spec is first built
@@ -50,15 +49,15 @@ class EnvCall:
 
 
 class Pool:
-    """`prepare`: what makes an environment playable, such as one with tools (core/context.py).
+    """`read_calls`: finds the calls of tools in a response.
     `count`: calls of waiting environments at the same time. `limit`: seconds of a call; 0: none.
     `max_heavy`: None: `most_at_once`. `say`: prints a line."""
 
     def __init__(
-        self, prepare: Callable[[Env], Env], count: int, limit: float, max_heavy: int | None,
+        self, read_calls: ReadCalls, count: int, limit: float, max_heavy: int | None,
         say: Callable[[str], None],
     ):  # fmt: skip
-        self.prepare, self.max_heavy, self.say = prepare, max_heavy, say
+        self.read_calls, self.max_heavy, self.say = read_calls, max_heavy, say
         self.said = set[Any]()  # keys of lines
         self.idle: dict[EnvSpec, list[PooledEnv]] = defaultdict(list)
         self.lent: set[PooledEnv] = set()  # to episodes
@@ -72,7 +71,7 @@ class Pool:
         while not self.idle[spec]:
             idle = [env for envs in self.idle.values() for env in envs if env.heavy]
             if not heavy or len(idle) + sum(env.heavy for env in self.lent) < most:
-                self.idle[spec].append(PooledEnv(spec, heavy, self.prepare))
+                self.idle[spec].append(PooledEnv(spec, heavy, self.read_calls))
             elif idle:
                 self.idle[idle[0].spec].remove(idle[0])
                 yield from self.discard(idle[0])
@@ -156,19 +155,15 @@ class Pool:
 class PooledEnv:
     """One environment of a pool; its first reset builds it."""
 
-    def __init__(self, spec: EnvSpec, heavy: bool, prepare: Callable[[Env], Env]):
-        self.spec, self.heavy, self.prepare = spec, heavy, prepare
-        self.game: Any = None  # a MultiAgentEnv
-        self.made: Any = None  # the same, but of one player an Env
-        self.is_single = self.steps_together = False
+    def __init__(self, spec: EnvSpec, heavy: bool, read_calls: ReadCalls):
+        self.spec, self.heavy, self.read_calls = spec, heavy, read_calls
+        self.made: Any = None  # an Env or a MultiAgentEnv
+        self.game: Any = None  # the same as a MultiAgentEnv, whose tools answer
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         if self.game is None:
-            made = self.build()
-            if isinstance(made, Env):
-                self.is_single, self.steps_together = True, has_step_batch(made)
-                made = self.prepare(made)
-            self.made, self.game = made, as_multi(made)
+            self.made = self.build()
+            self.game = with_tools(self.made, self.read_calls)
         return checked_openings(self.game.reset(seed))
 
     def build(self) -> Any:
@@ -184,11 +179,10 @@ class PooledEnv:
 
     def step_when_cut(self) -> dict[str, Step]:
         """The last step of an episode that a limit has cut off between calls of tools, if any."""
-        step = self.made.step_when_cut() if isinstance(self.made, ToolEnv) else None
-        return self.checked({PLAYER: step} if step else {})
+        return self.checked(self.game.step_when_cut() if isinstance(self.game, ToolEnv) else {})
 
     def checked(self, steps: dict[str, Step]) -> dict[str, Step]:
-        return checked_steps(steps, self.is_single)
+        return checked_steps(steps, isinstance(self.made, Env))
 
     def close(self) -> None:
         if self.game is not None:
@@ -197,16 +191,20 @@ class PooledEnv:
     @property
     def waits(self) -> bool:
         """Whether its calls wait for something; once it is built, the instance may say so."""
-        return bool(self.spec.declares("waits") if self.made is None else self.made.waits)
+        return bool(self.spec.declares("waits") if self.game is None else self.game.waits)
 
     @property
     def alone(self) -> bool:
-        return self.made is not None and self.made.alone
+        return self.game is not None and self.game.alone
+
+    @property
+    def steps_together(self) -> bool:
+        return isinstance(self.made, Env) and has_step_batch(self.made)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools that the agents may call."""
-        return getattr(self.made, "schemas", []) if self.is_single else []
+        return self.game.schemas if isinstance(self.game, ToolEnv) else []
 
 
 def make_in_turn(calls: list[EnvCall]) -> list[Outcome]:

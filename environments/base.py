@@ -325,7 +325,7 @@ class SingleAgentEnv(MultiAgentEnv):
     agents = (PLAYER,)
 
     def __init__(self, env: Env):
-        self.env = env
+        self.env, self.waits, self.alone = env, env.waits, env.alone
 
     @property
     def tools(self) -> Sequence[Callable[..., Any]]:

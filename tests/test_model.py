@@ -91,7 +91,7 @@ def test_tokens_that_were_added_without_embeddings(tmp_path):
         Renderer(policy).demonstration("<plan>")
     tokenizer.chat_template += "{% if add_generation_prompt %}<plan>{% endif %}"
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UsageError, match="writes '<plan>'"):
+    with pytest.raises(UsageError, match="704 embeddings, and its tokenizer or chat template more"):
         load(folder)
     other = save_small("Qwen3", tmp_path / "b", vocab_size=600, pad_token_id=None, eos_token_id=1)
     with pytest.raises(UsageError, match="600 embeddings"):

@@ -12,7 +12,6 @@ from test_episodes import Scripted
 
 from core.context import Renderer
 from core.episodes import RolloutCollector
-from core.extras.tools import ToolRenderer
 from core.faults import UsageError
 from core.files.run_log import read_records
 from core.sampler import SamplingParams
@@ -550,7 +549,7 @@ def test_functions_read_the_turns_with_tools_also_of_an_episode_that_is_cut_off(
     Path("counter.py").write_text(block("class Counter") + COUNTER)
     write("goals.jsonl", [{"prompt": [USER], "goal": 1, "n": n} for n in range(20)])
     texts = [TWO_CALLS, call_text("add", by=-1), last] if last else ["Done."]
-    collector = RolloutCollector(policy, 3, renderer=ToolRenderer)
+    collector = RolloutCollector(policy, 3)
     [rollout] = collector.collect([Task(COUNTING, 5, 0)], Lines(policy, texts), SamplingParams(4))
     assert not rollout.error and rollout.for_log["tools"] == ["multiply", "add"]
     assert rollout.episode_return == pytest.approx(total)

@@ -36,7 +36,7 @@ from core.chat_template import clean_message
 from core.config import Config
 from core.context import Agent
 from core.episodes import RolloutCollector
-from core.extras import programs, tools
+from core.extras import programs
 from core.faults import Fault, UsageError
 from core.files.checkpoint import base_model, copy_weights, find_checkpoint
 from core.files.models import folder_of_model, load_exported, untrained
@@ -181,7 +181,7 @@ def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
     """What plays the tasks of a run with a policy."""
     return RolloutCollector(
         policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt,
-        renderer=tools.ToolRenderer, play_program=programs.play_program, say=_note,
+        play_program=programs.play_program, say=_note,
     )  # fmt: skip
 
 

@@ -18,10 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from core.chat_template import clean_message, next_prompt_ids, with_system, without_tools
+from core.chat_template import (
+    clean_message,
+    next_prompt_ids,
+    opening_of_calls,
+    read_calls,
+    with_system,
+    without_tools,
+)
 from core.context import Agent, Renderer
 from core.episodes import Answerer, Episode, Play, RolloutCollector, error_text
-from core.extras import constrain, tools
+from core.extras import constrain
 from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall
@@ -30,7 +37,7 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
-from environments.plumbing.tools import END_OF_THOUGHT, call_text, name_of, spoken
+from environments.plumbing.tools import END_OF_THOUGHT, name_of, spoken
 
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
@@ -116,7 +123,7 @@ class Conversations:
         """
         tokenizer, messages, limit = self.policy.tokenizer, ask.messages, self.policy.max_length
         key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(reads_like, messages))
-        chat = [clean_message({"role": m["role"], "content": self.text(m)}) for m in messages]
+        chat = [*map(as_openai_writes_it, messages)]
         whole = chat
         if ask.schema:
             schema = SCHEMA.format(json.dumps(ask.schema, ensure_ascii=False))
@@ -137,12 +144,6 @@ class Conversations:
             reason = f"{len(ids)} tokens do not fit into {limit}"
             raise Refused(400, f"{reason} (--max-model-len)", "context_length_exceeded")
         return Prompt(ids, without_tools(tokenizer, whole, ask.tools), chat[end:], key)
-
-    def text(self, message: dict[str, Any]) -> str:
-        """The content, and the calls as the template writes them."""
-        calls = [call_text(name, **as_dict(arguments)) for _, name, arguments in message["calls"]]
-        text = "\n".join([message["content"]] * bool(message["content"]) + calls)
-        return tools.in_format_of(self.policy.tokenizer, text) if calls else text
 
     def stream(self, agent: int, ids: list[int]) -> int:
         """The random stream of a request: by its prompt, and how often that was asked.
@@ -182,19 +183,27 @@ class Conversations:
         tokenizer, text = self.policy.tokenizer, completion.text
         for stop in ask.stop:
             text = text.partition(stop)[0]
-        found = tools.read_calls(tokenizer, text) if ask.tools else []
+        found = read_calls(tokenizer, text) if ask.tools else []
         calls = [(f"call_{number}_{i}", call.name, json.dumps(call.arguments, ensure_ascii=False))
                  for i, call in enumerate(found) if not call.error]  # fmt: skip
         content = spoken(text)
         thought = text[: len(text) - len(content)] if END_OF_THOUGHT in text else ""
         if calls:  # the text before them
-            content = content.partition(tools.opening_of_calls(tokenizer))[0].strip()
+            content = content.partition(opening_of_calls(tokenizer))[0].strip()
         reason = "tool_calls" if calls else completion.finish_reason
         texts = [""] * len(completion.token_ids)
         if ask.body.get("logprobs"):
             texts = [str(tokenizer.decode([i])) for i in completion.token_ids]
         tokens = list(zip(texts, completion.logprobs, strict=True))
         return Choice(content, reason, tokens, calls, thought.strip())
+
+
+def as_openai_writes_it(message: dict[str, Any]) -> Message:
+    """A message of a request, with its calls in OpenAI's form."""
+    functions = [{"name": n, "arguments": as_dict(text)} for _, n, text in message["calls"]]
+    calls = [{"function": function} for function in functions]
+    role, content = message["role"], message["content"]
+    return clean_message({"role": role, "content": content, "tool_calls": calls})
 
 
 def reads_like(message: dict[str, Any]) -> str:
@@ -227,7 +236,7 @@ def matcher(
     try:
         if not sampler.constrains:
             raise UsageError("with --sampler torch its answer would follow it")
-        call = tools.opening_of_calls(policy.tokenizer) if ask.tools else ""
+        call = opening_of_calls(policy.tokenizer) if ask.tools else ""
         return constrain.matcher(policy, ask.schema, prompt.ids, call)
     except UsageError as error:
         say_once(f"the JSON schema of a request is in its prompt only: {error}")

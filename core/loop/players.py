@@ -9,7 +9,6 @@ from core import distributed, tasks
 from core.algorithm import Algorithm
 from core.chat_template import is_rendered
 from core.config import Config, needs
-from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.nanollm import make_sampler
@@ -77,26 +76,24 @@ def open_collector(
     cfg: Config, policy: Policy, opponents: Any, say: Callable[[str], None]
 ) -> RolloutCollector:
     """What plays the episodes. Raises UsageError for data that does not go with the settings."""
-    envs, renderer = (*cfg.env, *cfg.eval_env), Renderer
+    envs = (*cfg.env, *cfg.eval_env)
     own = [env for env in dict.fromkeys(envs) if env.name == "rewarded"]
     if cfg.overlap and not all(make(env).waits for env in own):
         # as math-verify's alarm raises there, all answers would be wrong
         raise UsageError("--overlap calls reward functions in a second thread: make them async, or "
                          "remove it")  # fmt: skip
     for env in own:
-        if not tasks.is_raw(env) and is_rendered(policy.tokenizer, rewarded.a_prompt(env)):
+        if not tasks.is_raw(env) and is_rendered(rewarded.a_prompt(env)):
             raise UsageError(f"--env {env}: a prompt has the chat template around it already: add "
                              "raw=true to take it as it is, or give messages")  # fmt: skip
         say(rewarded.what_is_right(env))
-    if any(map(tasks.has_tools, envs)):
-        from core.extras.tools import ToolRenderer as renderer
     play_program: Any = None
     if any(map(is_program, envs)):
         from core.extras import programs
 
         play_program = programs.play_program
     return RolloutCollector(
-        policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt, renderer=renderer,
+        policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt,
         redirect=opponents.redirect if opponents else None,
         shows_right="feedback" in needs(cfg), play_program=play_program, say=say,
     )  # fmt: skip

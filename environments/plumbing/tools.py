@@ -12,13 +12,12 @@ only thinks about does not.
 >>> call_text("add", a=2, b=3)
 '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
-This is the format of Hermes and Qwen; core/extras/tools.py says which models have another.
+This is the format of Hermes and Qwen; core/chat_template.py says which models have another.
 """
 
 import inspect
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -26,22 +25,23 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from jsonschema import Draft4Validator  # of this draft, as 3.0 is no integer in it
 
 from environments.base import (
+    PLAYER,
     Env,
     EnvFailure,
     Message,
     MultiAgentEnv,
     Response,
+    SingleAgentEnv,
     Step,
     UsageError,
     as_multi,
+    checked_step,
 )
 from environments.plumbing import event_loop
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
-MAX_CALLS = 8  # of one response; the others are refused
 MAX_RESULT, MAX_REASON = 10_000, 500  # characters; the rest is cut off
-UNREADABLE = "the call cannot be read; it needs a name and arguments"
 
 
 class Call(NamedTuple):
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     error: str = ""
 
 
-UNREADABLE_CALL = Call("", {}, UNREADABLE)
+UNREADABLE = Call("", {}, "the call cannot be read; it needs a name and arguments")
 ReadCalls = Callable[[str], list[Call]]  # the calls of a response, in their order
 
 
@@ -109,14 +109,9 @@ def lines_about(env: Any) -> list[str]:
     """One line for each tool: how a person calls it, and what it does."""
     lines = []
     for schema in schemas(env):
-        arguments = dict.fromkeys(parameters_of(schema), "..")
-        lines.append(f"{call_text(name_of(schema), **arguments)}: {about(schema)}")
+        call = call_text(name_of(schema), **dict.fromkeys(parameters_of(schema), ".."))
+        lines.append(f"{call}: {' '.join(schema['function'].get('description', '').split())}")
     return lines
-
-
-def about(schema: dict[str, Any]) -> str:
-    """The description of the function of a schema, in one line."""
-    return " ".join(schema["function"].get("description", "").split())
 
 
 def call_text(name: str, /, **arguments: Any) -> str:
@@ -126,21 +121,16 @@ def call_text(name: str, /, **arguments: Any) -> str:
 
 
 def read_calls(text: str) -> list[Call]:
-    """The calls of a response in the format of this module, up to the first unreadable one.
-
-    Returns at most MAX_CALLS + 1.
-    """
-    calls: list[Call] = []
-    _, found, rest = spoken(text).partition(OPENING)
-    while found and len(calls) <= MAX_CALLS:
+    """The calls of a response in the format of this module, up to the first unreadable one."""
+    calls, rest = list[Call](), spoken(text)
+    while OPENING in rest:
+        rest = rest.partition(OPENING)[2].lstrip()
         try:
-            value, end = json.JSONDecoder().raw_decode(rest := rest.lstrip())
-            calls.append(make_call(value.get("name"), value.get("arguments")))
-        except (AttributeError, ValueError, RecursionError):
-            calls.append(UNREADABLE_CALL)
-        if calls[-1].error:
-            break
-        _, found, rest = rest[end:].partition(OPENING)
+            value, end = json.JSONDecoder().raw_decode(rest)
+            calls.append(make_call(**value))
+        except (TypeError, ValueError, RecursionError):
+            return [*calls, UNREADABLE]
+        rest = rest[end:]
     return calls
 
 
@@ -153,24 +143,19 @@ def spoken(text: str) -> str:
     return text.rpartition(END_OF_THOUGHT)[2].partition(THOUGHT)[0]
 
 
-def make_call(name: Any, arguments: Any) -> Call:
-    """A call of values read from JSON; arguments may also be JSON in a text."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return UNREADABLE_CALL
-    if arguments is None:
-        arguments = {}
+def make_call(name: Any, arguments: Any = None, **_: Any) -> Call:
+    """A call of values read from JSON; arguments may also be JSON in a text. Raises TypeError or
+    ValueError for what is no call."""
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments or {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return UNREADABLE_CALL
+        raise TypeError("a call has a name and arguments")
     return Call(name, arguments)
 
 
 def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
 
-    EnvFailure passes through: it fails the episode, as does TypeError for a result without a text.
+    EnvFailure passes through: it fails the episode, as does a result without a text.
     """
     by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
     if call.error:
@@ -178,111 +163,83 @@ def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     if call.name not in by_name:
         return f"error: there is no tool {call.name[:100]!r}; there are {', '.join(by_name)}"
     index = by_name[call.name]
-    tool, wanted = tools[index], schemas[index]["function"]["parameters"]
-    types = wanted.get("properties", {})
-    arguments = {k: _as_type(v, types.get(k, {})) for k, v in call.arguments.items()}
+    wanted = schemas[index]["function"]["parameters"] | {"additionalProperties": False}
     try:
-        check = Draft4Validator(wanted | {"additionalProperties": False})
-        for wrong in check.iter_errors(arguments):
+        for wrong in Draft4Validator(wanted).iter_errors(call.arguments):
             if wrong.instance is not None or not wrong.schema.get("nullable"):  # `| None`
                 where = ".".join(map(str, [call.name, *wrong.path]))
                 return f"error: {where}: {wrong.message}"[:MAX_REASON]
-        result = tool(**arguments)
+        result = tools[index](**call.arguments)
         if inspect.isawaitable(result):
             result = event_loop.wait_for(result)
+        if not isinstance(result, str):
+            result = json.dumps(result, default=_as_json, ensure_ascii=False)
     except EnvFailure:
         raise
     except (Exception, SystemExit) as error:
         result = f"error: {type(error).__name__}: {error}"
-    try:
-        text = result if isinstance(result, str) else json.dumps(
-            result, default=_as_json, ensure_ascii=False)  # fmt: skip
-    except (ValueError, RecursionError) as error:  # too many digits or levels: of the arguments
-        text = f"error: {type(error).__name__}: {error}"
-    except TypeError as error:
-        raise TypeError(f"the tool {call.name} returned {type(result).__name__}: {error}; "
-                        "return a text, or what JSON has") from error  # fmt: skip
-    return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}.. (cut)"
+    return result if len(result) <= MAX_RESULT else f"{result[:MAX_RESULT]}.. (cut)"
 
 
-class ToolEnv(Env):
+class ToolEnv(SingleAgentEnv):
     """An environment whose tools answer: passes each response to them, or to the environment.
 
     The info of each step has the number of calls so far, `tool_calls`, and of those that were
-    refused or raised, `tool_errors`. Without tools every step is that of the environment.
+    refused or raised, `tool_errors`.
     """
 
     def __init__(self, env: Env, read_calls: ReadCalls = read_calls):
-        """`read_calls`: finds the calls in a response."""
-        self.env, self.read_calls = env, read_calls
-        self.tools, self.waits, self.alone = env.tools, env.waits, env.alone
-        self.schemas: list[dict[str, Any]] = []
+        """`read_calls`: finds the calls in a response. Raises UsageError as `schemas` does."""
+        super().__init__(env)
+        self.read_calls, self.schemas = read_calls, schemas(env)
+        self.waits |= any(map(inspect.iscoroutinefunction, env.tools))
 
-    def reset(self, seed: int) -> list[Message]:
-        """Starts an episode. Raises UsageError for a tool without type hints or a docstring."""
-        messages = self.env.reset(seed)
-        self.tools, self.schemas = self.env.tools, schemas(self.env)
-        self.waits = self.waits or any(map(inspect.iscoroutinefunction, self.tools))
-        self.num_calls, self.num_errors = 0, 0
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        self.counts = {"tool_calls": 0, "tool_errors": 0}
         self.earlier: list[Any] = []  # responses with calls, and their results
         self.info: dict[str, Any] = {"correct": False}
-        return messages
+        return super().reset(seed)
 
-    def step(self, response: str) -> Step:
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
         """Runs the calls of the response; passes one without a call to the environment."""
-        calls = self.read_calls(response) if self.schemas else []
+        response = responses[PLAYER]
+        calls = self.read_calls(response)
         if not calls:
             answer = Response(response)
             answer.token_ids, answer.earlier = getattr(response, "token_ids", ()), self.earlier
-            step = self.env.step(answer)
-            if self.schemas and isinstance(step, Step) and isinstance(step.info, dict):
-                self.info = step.info or self.info
-                step = replace(step, info=self.info | self._counts())
-            return step
-        results: list[Message] = []
-        for number, call in enumerate(calls[: MAX_CALLS + 1]):
-            text = f"error: at most {MAX_CALLS} calls in one response"
-            if number < MAX_CALLS:
-                text = call_tool(self.tools, self.schemas, call)
-            self.num_calls += 1
-            self.num_errors += text.startswith("error: ")
-            results.append({"role": "tool", "content": text})
+            step = checked_step(self.env.step(answer), PLAYER, is_single=True)
+            self.info = step.info or self.info
+            return {PLAYER: replace(step, info=self.info | self.counts)}
         functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
         asked = [{"type": "function", "function": function} for function in functions]
         self.earlier.append({"role": "assistant", "content": response, "tool_calls": asked})
-        for result, call in zip(results, calls, strict=False):
-            self.earlier.append({**result, "name": call.name})
-        info = self.info | self._counts()
-        return ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))
+        results: list[Message] = []
+        for call in calls:
+            text = call_tool(self.tools, self.schemas, call)
+            self.counts["tool_calls"] += 1
+            self.counts["tool_errors"] += text.startswith("error: ")
+            results.append({"role": "tool", "content": text})
+            self.earlier.append({**results[-1], "name": call.name})
+        info = self.info | self.counts
+        return {PLAYER: ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))}
 
-    def step_when_cut(self) -> Step | None:
-        """The last step of an episode that ended between calls; None if the environment has none:
+    def step_when_cut(self) -> dict[str, Step]:
+        """The last step of an episode that ended between calls; none if the environment has none:
         `rewarded` calls its functions."""
         if not hasattr(self.env, "step_when_cut"):
-            return None
+            return {}
         step = self.env.step_when_cut(self.earlier)
-        return replace(step, info=step.info | self._counts(), truncated=True)
-
-    def demonstrate(self, hasty: bool = False) -> str | None:
-        return self.env.demonstrate(hasty)
-
-    def trivial(self) -> str | None:
-        return self.env.trivial()
-
-    def close(self) -> None:
-        self.env.close()
-
-    def _counts(self) -> dict[str, int]:
-        return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
+        return {PLAYER: replace(step, info=step.info | self.counts, truncated=True)}
 
 
 def with_tools(env: Env | MultiAgentEnv, read_calls: ReadCalls = read_calls) -> MultiAgentEnv:
     """As `as_multi`, and the tools of the environment answer."""
-    return as_multi(ToolEnv(env, read_calls) if isinstance(env, Env) else env)
+    has_tools = isinstance(env, Env) and env.tools
+    return ToolEnv(env, read_calls) if has_tools else as_multi(env)
 
 
 def _as_json(value: Any) -> Any:
-    """A result that JSON does not have as numbers, a list or a text; raises TypeError without one.
+    """A result that JSON does not have as numbers, a list or a text; EnvFailure without one.
 
     >>> import datetime, numpy
     >>> [*map(_as_json, (numpy.float32(2.5), numpy.eye(2), {3, 1}, datetime.date.min))]
@@ -293,17 +250,9 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)  # in an order that is the same in each process
     if " at 0x" in (text := str(value)):  # an address, of which no policy can learn anything
-        raise TypeError(f"{type(value).__name__} has no text")
+        raise EnvFailure(f"a tool returned {type(value).__name__}, which has no text: return a "
+                         "text, or what JSON has")  # fmt: skip
     return text
-
-
-def _as_type(value: Any, schema: dict[str, Any]) -> Any:
-    """A text as a value where the schema allows no text, "3" as 3: some formats have only texts."""
-    types = {key: wanted for key, wanted in schema.items() if key != "enum"}
-    if isinstance(value, str) and not Draft4Validator(types).is_valid(value):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
 
 
 def _is_enum(hint: Any) -> bool:
