@@ -12,7 +12,6 @@ only over the tokens that could be drawn.
 
 from collections.abc import Callable, Sequence
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +27,7 @@ def token_logprobs(
     to_logits: Callable[[Tensor], Tensor],
     temperature: float = 1.0,
     chunk: int = 4096,
-    kept_ids: Sequence[list[int] | bytes | None] | None = None,
+    kept_ids: Sequence[list[int] | None] | None = None,
     entropy_grad: bool = True,
     compare: Compare | None = None,
 ) -> tuple[Tensor, ...]:
@@ -76,25 +75,17 @@ def token_logprobs(
     return tuple(outputs)
 
 
-def only_kept(
-    logits: Tensor, kept_ids: Sequence[list[int] | bytes | None], others: float = -1e30
-) -> Tensor:
-    """`logits` [n, V] with `others` for all but `kept_ids[i]`, in each position i.
+def only_kept(logits: Tensor, kept_ids: Sequence[list[int] | None]) -> Tensor:
+    """`logits` [n, V] with -1e30 for all but the ids `kept_ids[i]`, in each position i; None: all.
 
-    These are token ids, or bytes with one bit for each id, lowest first; None: all ids. A JSON
-    schema, top-k and top-p kept them when the token was sampled, so the softmax is over these only
+    Top-k and top-p kept them when the token was sampled, so the softmax is over these only
     (arXiv:2512.02556, section 3.1). Otherwise the importance weights would be too small by a
-    factor, the total probability of the kept ids. `others` is finite for the trainer, as 0 · -inf
-    is not 0 in the entropy.
+    factor, the total probability of the kept ids. -1e30 is finite, as 0 · -inf is not 0 in the
+    entropy.
     """
-    places = [(i, j) for i, ids in enumerate(kept_ids) if isinstance(ids, list) for j in ids]
+    places = [(i, j) for i, ids in enumerate(kept_ids) for j in ids or []]
     index = torch.tensor(places, dtype=torch.int64, device=logits.device).view(-1, 2)
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     is_kept[index[:, 0], index[:, 1]] = True
     is_kept[[i for i, ids in enumerate(kept_ids) if ids is None]] = True
-    rows = {i: ids for i, ids in enumerate(kept_ids) if isinstance(ids, bytes)}
-    if masks := {mask: n for n, mask in enumerate({*rows.values()})}:  # each distinct one once
-        packed = numpy.frombuffer(b"".join(masks), numpy.uint8).reshape(len(masks), -1)
-        bits = torch.from_numpy(numpy.unpackbits(packed, 1, logits.shape[1], "little"))
-        is_kept[[*rows]] = bits.to(logits.device).bool()[[masks[mask] for mask in rows.values()]]
-    return logits.masked_fill(~is_kept, others)
+    return logits.masked_fill(~is_kept, -1e30)

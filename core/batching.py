@@ -37,7 +37,7 @@ from core.faults import UsageError
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree, parts
 from core.seeds import MINIBATCHES, derive_seed
-from core.types import Kept, Rollout, Turn
+from core.types import Rollout, Turn
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class MicroBatch:
     numbers: Tensor  # [n] int64, on the CPU: of the sampled tokens
     predictors: Tensor  # [n] int64: for each sampled token the hidden state that predicts it
     targets: Tensor  # [n] int64: the ids of the sampled tokens
-    kept_ids: list[Kept | None] | None  # of each sampled token (Completion.kept_ids); None: all ids
+    kept_ids: list[list[int] | None] | None  # [n]: Completion.kept_ids of each; None: all ids
 
 
 @dataclass
@@ -280,7 +280,7 @@ def _micro(
     # the causal shift: the state at t predicts the token at t+1
     rows, at = (numbers[:, 1:] >= 0).nonzero(as_tuple=True)  # [n] and [n]
     turns = [turn for sequence in sequences for turn in sequence.turns]  # in the order of tokens
-    kept = list[Kept | None]()
+    kept = list[list[int] | None]()
     for turn in turns:
         kept += turn.kept_ids or [None] * len(turn.completion_ids)
     return MicroBatch(

@@ -29,18 +29,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from algorithms.token_logprobs import only_kept
 from core.config import Config
 from core.faults import Fault, OutOfMemory, UsageError, ran_out
 from core.kv_cache import prefill
 from core.policy import Policy
 from core.seeds import derive_seed
-from core.types import Completion, Kept, Message
+from core.types import Completion, Message
 
 ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
 
@@ -78,7 +78,6 @@ class Request:
     chat: list[Message] | None = None  # the prompt as messages, for a server
     sampler: Any = None  # whom the loop in core/episodes.py asks
     max_tokens: int = 0  # its own limit, at most that of `params`; 0: that one
-    matcher: Any = None  # allows some tokens only: core/extras/constrain.py
     # the episodes do not move in rounds, so other requests are sampled beside it at other times:
     # its draws must not depend on them. Only vLLM has to know; see NanoLLM.add
     alone: bool = False
@@ -95,7 +94,6 @@ class Sampler(ABC):
 
     say: Callable[[str], None] = print  # prints one line
     alone = False  # whether episodes move alone: a server answers each request when it can
-    constrains = False  # whether it follows the `matcher` of a request
     remark = ""  # one line about this sampler that the run shows when it starts
     sync_seconds: float | None = None  # of the last `sync`; None: it copies no weights
 
@@ -159,8 +157,6 @@ class TorchSampler(Sampler):
     Requests that are sampled at the same time have the same SamplingParams.
     """
 
-    constrains = True
-
     def __init__(self, policy: Policy, draw_function: DrawFunction | None = None):
         self.policy, self.draw_function = policy, draw_function or draw
         self.max_batch: int | None = None  # completions in one batch; None: no limit
@@ -171,8 +167,6 @@ class TorchSampler(Sampler):
         self.batch: list[_Partial] = []
         self.cache: Any = None  # keys and values of the batch, and the logits of its next tokens
         self.ended: list[tuple[Request, Completion]] = []
-        # of the batch, each its own value: keeps one object where masks are equal, to save memory
-        self.masks: dict[bytes, bytes] = {}
 
     def add(self, request: Request) -> None:
         self.waiting.append(_Partial(request, completion_limit(self.policy, request)))
@@ -215,7 +209,6 @@ class TorchSampler(Sampler):
             request, prompt = partial.request, tuple(partial.request.prompt)
             partial.row = first + row_of.setdefault(prompt, len(row_of))
             partial.uniform = uniforms(request.seed, [request.stream], partial.limit)[0].numpy()
-            partial.matcher = request.matcher and request.matcher.deep_copy()
         self.batch += new  # before the prefill, whose memory may not suffice
         longest = max(partial.limit for partial in new)
         added = prefill(self.policy, [list(prompt) for prompt in row_of], longest)
@@ -224,32 +217,23 @@ class TorchSampler(Sampler):
         else:
             self.cache.merge(added)
 
-    def _draw(self) -> tuple[list[int], list[float], Iterable[Kept | None]]:
-        """The next token of each completion, its log-prob, and what could be drawn (None: all).
-
-        From the logits [C, V] of its row, of those that its schema allows.
-        """
+    def _draw(self) -> tuple[list[int], list[float], Iterable[list[int] | None]]:
+        """The next token of each completion, its log-prob, and the ids that could be drawn."""
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
-        allowed: list[bytes | None] = []  # the masks of the tokens that may come next; None: all
-        for partial in self.batch:
-            mask = partial.matcher and partial.matcher.compute_bitmask()
-            allowed.append(mask and self.masks.setdefault(mask, mask))  # the equal one, if any
-        logits = self.cache.logits[rows]
-        if any(allowed):
-            logits = only_kept(logits, allowed, -torch.inf)
+        logits = self.cache.logits[rows]  # [C, V]
         numbers = [c.uniform[len(c.token_ids)] for c in self.batch]
         uniform = torch.tensor(numbers, dtype=torch.float64)
         drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
-        kept: Iterable[Kept | None] = allowed
+        kept: Iterable[list[int] | None] = repeat(None, len(drawn))
         if params.drops_tokens:
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()
             kept = (row.nonzero().squeeze(1).tolist() for row in likely)
         return drawn.tolist(), logprobs.tolist(), kept
 
     def _end(
-        self, drawn: list[int], logprobs: list[float], kept: Iterable[Kept | None]
-    ) -> None:  # fmt: skip
+        self, drawn: list[int], logprobs: list[float], kept: Iterable[list[int] | None]
+    ) -> None:
         """Appends the tokens; completions that end, with a stop token or at their limit, leave."""
         going: list[_Partial] = []
         for partial, token_id, logprob, kept_here in zip(
@@ -263,8 +247,6 @@ class TorchSampler(Sampler):
             stop = partial.request.params.stop
             has_ended = token_id in self.policy.stop_ids or ends_with(self.policy, ids, stop)
             if not has_ended and len(ids) < partial.limit:
-                if partial.matcher:
-                    partial.matcher.consume_token(token_id)
                 going.append(partial)
                 continue
             kept_ids = partial.kept_ids or None
@@ -272,7 +254,7 @@ class TorchSampler(Sampler):
             self.ended.append((partial.request, completion))
         self.batch = going
         if not going:
-            self.cache, self.masks = None, {}
+            self.cache = None
 
     def _regroup(self) -> None:
         """The next rows are the distinct pairs of a row and the token after it; computes these."""
@@ -313,10 +295,9 @@ class _Partial:
     limit: int  # of its tokens
     row: int = 0  # of the cache: its prompt and the tokens sampled so far
     uniform: Any = None  # float64 [limit], once it has begun
-    matcher: Any = None  # at the tokens sampled so far
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept_ids: list[Kept] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
 
 
 def completion_limit(policy: Policy, request: Request) -> int:
@@ -335,7 +316,7 @@ def to_completion(
     policy: Policy,
     token_ids: list[int],
     logprobs: list[float],
-    kept_ids: list[Kept] | None = None,
+    kept_ids: list[list[int]] | None = None,
     stop: Sequence[str] = (),
 ) -> Completion:
     """Builds a Completion; its text leaves out the stop token, if the last token is one, but not a

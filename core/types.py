@@ -16,7 +16,6 @@ from environments.base import Message
 
 FinishReason = Literal["stop", "length", "error"]  # the policy ended its turn; it hit the token
 # limit; a server gave no completion, and its episode fails: `text` says why
-Kept = list[int] | bytes  # which ids could be drawn: a list, or a bit for each, lowest first
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class Completion:
     logprobs: list[float]
     text: str  # without the end-of-turn token
     finish_reason: FinishReason
-    # of each token, if --top-p, --top-k or a JSON schema left some ids out: the trainer's softmax
-    # is over the same ids. None: all
-    kept_ids: list[Kept] | None = None
+    # for each token the ids that --top-p and --top-k left: the trainer's softmax is over the same.
+    # None: all
+    kept_ids: list[list[int]] | None = None
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Turn:
     sampler_logprobs: list[float]
     finish_reason: FinishReason
     reward: float = 0.0
-    kept_ids: list[Kept] | None = None  # as in Completion
+    kept_ids: list[list[int]] | None = None  # as in Completion
     # the prompt that shows what would have been right and asks again (core/feedback.py); [] if none
     feedback_ids: list[int] = field(default_factory=list)
 

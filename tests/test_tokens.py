@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from algorithms.token_logprobs import only_kept, token_logprobs
+from algorithms.token_logprobs import token_logprobs
 from algorithms.tokens import Tokens, group_mean, group_std, minus, sums, token_weights
 from core.sampler import SamplingParams, draw, keep_likely
 
@@ -33,7 +33,7 @@ def by_hand(hidden, head, mask, temperature, kept_ids=None):
     logprobs, entropy, varentropy = (torch.zeros(int(mask.sum())) for _ in range(3))
     for n, (b, t) in enumerate(mask.nonzero().tolist()):
         logits = hidden[NODES[b, t]] @ head.T / temperature
-        ids = list(range(5)) if kept_ids is None else kept_ids[n]
+        ids = (kept_ids and kept_ids[n]) or list(range(5))
         row = logits[ids] - logits[ids].logsumexp(0)
         logprobs[n] = row[ids.index(IDS[b, t + 1])]
         entropy[n] = -(row.exp() * row).sum()
@@ -47,14 +47,14 @@ def by_hand(hidden, head, mask, temperature, kept_ids=None):
         (MASK, 0.5, 2, None),
         (EDGES, 2.0, 4096, None),
         # top-k or top-p kept these ids at each of the six places, the sampled one among them
-        (MASK, 0.5, 4, [[1, 2], [4], [0, 2], [1, 4], [3, 0, 1], [1, 2]]),
+        (MASK, 0.5, 4, [[1, 2], [4], None, [1, 4], [3, 0, 1], [1, 2]]),
     ],
 )
 def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk, kept_ids):
     hidden, head = small_head()
     if kept_ids:
         sampled = IDS[:, 1:][mask].tolist()
-        kept_ids = [sorted({*ids, x}) for ids, x in zip(kept_ids, sampled, strict=True)]
+        kept_ids = [ids and sorted({*ids, x}) for ids, x in zip(kept_ids, sampled, strict=True)]
     got = token_logprobs(hidden, *places(mask), lambda h: h @ head.T, temperature, chunk, kept_ids)
     want = by_hand(hidden, head, mask, temperature, kept_ids)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
@@ -82,14 +82,6 @@ def test_the_trainer_has_the_samplers_distribution_of_16_bit_logits(options):
     assert len({*drawn.tolist()}) > 1 and torch.equal(trained, sampled)
     rounded = (logits / 0.7).float().log_softmax(-1)[nodes, drawn]
     assert options or (rounded - sampled).abs().max() > 0.01
-
-
-def test_kept_ids_may_be_bits_of_the_vocabulary():
-    logits, ids = torch.arange(55.0).view(5, 11), [[0, 3, 10], [8], [*range(11)], [7], [0, 3, 10]]
-    bits = [sum(1 << i for i in kept).to_bytes(4, "little") for kept in ids]  # 32 for 11 ids
-    wanted = torch.tensor([[i in kept for i in range(11)] for kept in ids])
-    for kept in (ids, bits, [bits[0], ids[1], None, ids[3], bits[4]]):
-        assert torch.equal(only_kept(logits, kept), logits.where(wanted, torch.tensor(-1e30)))
 
 
 def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():

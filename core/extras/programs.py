@@ -14,7 +14,6 @@ JSON. Ids of calls, thoughts and the exact text only choose between answers that
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,11 +27,9 @@ from core.chat_template import (
 )
 from core.context import Agent, Renderer
 from core.episodes import Answerer, Episode, Play, RolloutCollector, error_text
-from core.extras import constrain
 from core.faults import UsageError
-from core.policy import Policy
 from core.pool import EnvCall
-from core.sampler import Request, Sampler
+from core.sampler import Request
 from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn
 from environments.adapters.endpoint import Ask, Choice, Refused
@@ -70,7 +67,6 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                 asking.prompt_ids = prompt.ids
                 request = answerer(episode, asking)
                 assert isinstance(request, Request)
-                request.matcher = matcher(ask, prompt, collector.policy, request.sampler, say_once)
                 request.max_tokens = min(request.max_tokens, ask.max_tokens or request.max_tokens)
                 stop = (*request.params.stop, *ask.stop)
                 request.params = replace(request.params, stop=stop)
@@ -225,18 +221,3 @@ def as_dict(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
-
-
-def matcher(
-    ask: Ask, prompt: Prompt, policy: Policy, sampler: Sampler, say_once: Callable[[str], None]
-) -> Any:
-    """What lets the answer follow the schema of the request; None, said once, if nothing can."""
-    if not ask.schema:
-        return None
-    try:
-        if not sampler.constrains:
-            raise UsageError("with --sampler torch its answer would follow it")
-        call = opening_of_calls(policy.tokenizer) if ask.tools else ""
-        return constrain.matcher(policy, ask.schema, prompt.ids, call)
-    except UsageError as error:
-        say_once(f"the JSON schema of a request is in its prompt only: {error}")
