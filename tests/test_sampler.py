@@ -3,6 +3,9 @@
 import functools
 import itertools
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -10,11 +13,11 @@ import torch
 from core import canary, nanollm
 from core import sampler as sampler_module
 from core.batching import to_tokens
-from core.config import Config
+from core.config import Config, resolve
 from core.faults import Fault, UsageError
 from core.kv_cache import SharedPrefixCache
 from core.loading import load_policy
-from core.nanollm import make_sampler
+from core.loop.players import open_sampler
 from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
 from core.scoring import score_tokens
 from core.types import Rollout, Turn
@@ -238,17 +241,19 @@ def test_what_is_kept_for_the_trainer_is_what_16_bit_logits_were_drawn_from(qwen
     assert found.kept_ids == drawn_from and len(drawn_from) == 40
 
 
-def test_make_sampler_auto_uses_torch_if_vllm_does_not_start(policy, monkeypatch):
-    def fail(*args):
-        raise UsageError("vLLM could not start: no compiler")
+def test_a_run_samples_with_torch_if_vllm_does_not_start(policy, monkeypatch):
+    def open_(name):
+        algorithm = SimpleNamespace(draw=None)
+        return open_sampler(resolve(Config(sampler=name)), policy, algorithm, 0, Path("unused"))
 
-    assert isinstance(make_sampler("auto", policy), TorchSampler)  # on a CPU
-    monkeypatch.setattr(nanollm, "NanoLLM", fail)
+    assert isinstance(open_("auto"), TorchSampler)  # on a CPU
+    fails = create_autospec(nanollm.NanoLLM, side_effect=UsageError("no compiler"))
+    monkeypatch.setattr(nanollm, "NanoLLM", fails)  # which checks the arguments
     monkeypatch.setattr(policy, "device", torch.device("cuda"))
-    sampler = make_sampler("auto", policy)
+    sampler = open_("auto")
     assert isinstance(sampler, TorchSampler) and "no compiler" in sampler.remark
     with pytest.raises(UsageError, match="no compiler"):
-        make_sampler("vllm", policy)
+        open_("vllm")
 
 
 @pytest.mark.parametrize(("module", "name"), [

@@ -46,8 +46,10 @@ def open_sampler(
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept
     drops_tokens = cfg.top_p < 1 or cfg.top_k > 0
-    return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, reserved,
-                        drops_tokens=drops_tokens, num_rollouts=num_rollouts(cfg))  # fmt: skip
+    return make_sampler(
+        cfg.sampler, policy, cfg.gpu_memory_utilization, reserved,
+        with_kept_ids=drops_tokens, num_rollouts=num_rollouts(cfg),
+    )  # fmt: skip
 
 
 def num_rollouts(cfg: Config) -> int:
