@@ -6,15 +6,14 @@ and what its thread still does has no consequence. So what it works with must no
 """
 
 import faulthandler
-import queue
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 LONG = 60.0  # seconds after which a quick call shows where it is
@@ -57,14 +56,7 @@ class Calls:
     def __init__(self, count: int, limit: float):
         self.count, self.limit = count, limit or float("inf")
         self.waiting = deque[tuple[Any, Callable[[], Any], float]]()
-        self.at_work: dict[int, tuple[Any, float]] = {}  # key and deadline, by number of the call
-        self.made = queue.SimpleQueue[tuple[int, Outcome]]()
-        self.num_started = 0
-
-    @property
-    def num_open(self) -> int:
-        """Calls without an outcome."""
-        return len(self.waiting) + len(self.at_work)
+        self.at_work: dict[Future[Any], tuple[Any, float]] = {}  # key and deadline
 
     def start(self, key: Any, function: Callable[[], Any], limited: bool = True) -> None:
         """Makes a call once fewer than `count` are at work; `ended` returns its outcome."""
@@ -73,16 +65,17 @@ class Calls:
 
     def ended(self, wait: float) -> list[tuple[Any, Outcome]]:
         """Key and outcome of the calls that have ended, after at most `wait` seconds."""
-        found = list[tuple[Any, Outcome]]()
-        with suppress(queue.Empty):
-            while True:
-                number, outcome = self.made.get(timeout=0 if found else wait)
-                if number in self.at_work:  # else it was given up
-                    found.append((self.at_work.pop(number)[0], outcome))
-        now = time.monotonic()
-        for number in [n for n, (_, deadline) in self.at_work.items() if deadline < now]:
-            error = TimeLimit(f"no answer in {self.limit:g} seconds (--env-timeout)")
-            found.append((self.at_work.pop(number)[0], (None, error)))
+        futures.wait(self.at_work, wait, futures.FIRST_COMPLETED)
+        found, now = list[tuple[Any, Outcome]](), time.monotonic()
+        for future, (key, deadline) in [*self.at_work.items()]:
+            if future.done():
+                found.append((key, outcome_of(future.result)))
+            elif deadline < now:
+                error = TimeLimit(f"no answer in {self.limit:g} seconds (--env-timeout)")
+                found.append((key, (None, error)))
+            else:
+                continue
+            del self.at_work[future]
         self._begin()
         return found
 
@@ -96,12 +89,7 @@ class Calls:
     def _begin(self) -> None:
         while self.waiting and len(self.at_work) < self.count:
             key, function, limit = self.waiting.popleft()
-            self.num_started += 1
-            self.at_work[self.num_started] = key, time.monotonic() + limit
-            in_thread(partial(self._make, self.num_started, function))
-
-    def _make(self, number: int, function: Callable[[], Any]) -> None:
-        self.made.put((number, outcome_of(function)))
+            self.at_work[in_thread(function)] = key, time.monotonic() + limit
 
 
 def outcome_of(function: Callable[[], Any]) -> Outcome:

@@ -82,8 +82,6 @@ class RolloutCollector:
         policy: Policy,
         max_turns: int,
         env_timeout: float = 0.0,
-        env_workers: int = 64,
-        env_instances: int | None = None,
         system_prompt: str = "",
         redirect: Callable[..., Request] | None = None,
         shows_right: bool = False,
@@ -92,16 +90,14 @@ class RolloutCollector:
     ):
         """`system_prompt`: as `Renderer`.
         `env_timeout`: limit of one call of an environment, in seconds; 0: no limit.
-        `env_workers`: calls of environments that wait, at the same time.
-        `env_instances`: heavy environments (`Env.heavy`) and programs that exist at the same time.
         `redirect`: gives the request of an agent that the policy does not play another sampler.
         `shows_right`: whether turns of training get `feedback_ids`.
         `play_program`: an episode of a program that asks: core/extras/programs.py.
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = Renderer(policy, system_prompt)
-        reader = partial(read_calls, policy.tokenizer)
-        self.pool = Pool(reader, env_workers, env_timeout, env_instances, say)
+        self.pool = Pool(partial(read_calls, policy.tokenizer), env_timeout)
+        self.say, self.said = say, set[Any]()  # the keys of lines
         self.redirect, self.shows_right, self.play_program = redirect, shows_right, play_program
 
     def collect(
@@ -152,6 +148,12 @@ class RolloutCollector:
         rollouts = [rollout for episode in episodes for rollout in own_rollouts(episode)]
         kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
         return group_by_agent(with_lowest_return(distributed.all_gather(kept)))
+
+    def say_once(self, line: str, key: Any = None) -> None:
+        """Says a line, unless one with its `key` was said before; None: the line itself."""
+        if (key or line) not in self.said:
+            self.said.add(key or line)
+            self.say(line)
 
     def close(self) -> None:
         """Closes all environments."""

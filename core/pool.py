@@ -1,7 +1,7 @@
 """The environments of a collector: built, lent to episodes, called, reused and closed.
 
-Each episode has an environment of its own while it is played. At most `max_heavy` environments with
-a process or a connection of their own (`Env.heavy`), or programs, exist at the same time.
+Each episode has an environment of its own while it is played. At most `most_at_once` of those with
+a process or a connection of their own (`Env.heavy`), and of programs, exist at the same time.
 
 Quick environments are called as functions are, one after the other, in the order of their
 episodes. Those that wait (`Env.waits`) are called side by side, each call in a thread.
@@ -31,6 +31,8 @@ from environments.base import (
 from environments.plumbing.registry import EnvSpec, make
 from environments.plumbing.tools import ReadCalls, ToolEnv, with_tools
 
+MAX_CALLS = 64  # of environments that wait, at the same time
+MAX_HEAVY = 32
 POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
 FIRST, BUILT = defaultdict[EnvSpec, Lock](Lock), set[EnvSpec]()  # held while a spec is first built
 
@@ -44,34 +46,33 @@ class EnvCall:
     args: tuple[Any, ...] = ()
 
     @property
-    def is_step(self) -> bool:
-        return self.method == self.env.step
+    def is_in_batch(self) -> bool:
+        """Whether it is a step of a class with `step_batch`."""
+        return self.method == self.env.step and self.env.steps_together
 
 
 class Pool:
-    """`read_calls`: finds the calls of tools in a response.
-    `count`: calls of waiting environments at the same time. `limit`: seconds of a call; 0: none.
-    `max_heavy`: None: `most_at_once`. `say`: prints a line."""
+    """The environments of a collector.
 
-    def __init__(
-        self, read_calls: ReadCalls, count: int, limit: float, max_heavy: int | None,
-        say: Callable[[str], None],
-    ):  # fmt: skip
-        self.read_calls, self.max_heavy, self.say = read_calls, max_heavy, say
-        self.said = set[Any]()  # keys of lines
+    `read_calls`: finds the calls of tools in a response. `limit`: seconds of a call of an
+    environment that waits; 0: none.
+    """
+
+    def __init__(self, read_calls: ReadCalls, limit: float):
+        self.read_calls = read_calls
         self.idle: dict[EnvSpec, list[PooledEnv]] = defaultdict(list)
         self.lent: set[PooledEnv] = set()  # to episodes
-        self.quick = deque[tuple[list[EnvCall], Callable[[], list[Outcome]]]]()  # groups of calls
-        self.slow = Calls(max(count, max_heavy or 0), limit)
+        self.quick = deque[list[EnvCall]]()  # groups of calls
+        self.slow = Calls(MAX_CALLS, limit)
 
     def borrow(self, spec: EnvSpec) -> Generator[list[EnvCall], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
-        heavy = bool(spec.declares("heavy") or is_program(spec))
-        most = self.max_heavy or most_at_once(spec)
         while not self.idle[spec]:
+            new = PooledEnv(spec, self.read_calls)
             idle = [env for envs in self.idle.values() for env in envs if env.heavy]
-            if not heavy or len(idle) + sum(env.heavy for env in self.lent) < most:
-                self.idle[spec].append(PooledEnv(spec, heavy, self.read_calls))
+            num_heavy = len(idle) + sum(env.heavy for env in self.lent)
+            if not new.heavy or num_heavy < most_at_once(spec):
+                self.idle[spec].append(new)
             elif idle:
                 self.idle[idle[0].spec].remove(idle[0])
                 yield from self.discard(idle[0])
@@ -101,15 +102,13 @@ class Pool:
         environment, such as a demonstration of each agent, are made in turn."""
         groups: dict[Any, list[EnvCall]] = defaultdict(list)
         for call in calls:
-            together = call.is_step and call.env.steps_together
-            groups[call.env.spec if together else call.env].append(call)
-        for key, group in groups.items():
-            make_them = step_together if isinstance(key, EnvSpec) else make_in_turn
-            function, env = partial(make_them, group), group[0].env
+            groups[call.env.spec if call.is_in_batch else call.env].append(call)
+        for group in groups.values():
+            env = group[0].env
             if env.waits:  # a program has a limit of its own
-                self.slow.start(group, function, limited=not is_program(env.spec))
+                self.slow.start(group, partial(make_calls, group), not is_program(env.spec))
             else:
-                self.quick.append((group, function))
+                self.quick.append(group)
 
     def ended(self, wait: float, on_progress: Callable[[], None]) -> dict[Any, Outcome]:
         """The outcome of each call that has ended. Makes quick calls for a moment; where there are
@@ -120,12 +119,12 @@ class Pool:
         made, until = list[tuple[Any, Outcome]](), time.monotonic() + POLL
         with quick_calls(on_progress) if self.quick else nullcontext():
             while self.quick and time.monotonic() < until:
-                group, function = self.quick.popleft()
-                outcome = outcome_of(function)
+                group = self.quick.popleft()
+                outcome = outcome_of(partial(make_calls, group))
                 if isinstance(outcome[1], (KeyboardInterrupt, Stopped)):
                     raise outcome[1]
                 made.append((group, outcome))
-        if self.slow.num_open:
+        if self.slow.at_work:
             made += self.slow.ended(0.0 if made else wait)
         outcomes: dict[Any, Outcome] = {}
         for group, (found, error) in made:
@@ -145,18 +144,13 @@ class Pool:
         in_thread(lambda: [outcome_of(env.close) for env in unused if not env.waits])
         self.lent.clear()
 
-    def say_once(self, line: str, key: Any = None) -> None:
-        """Says a line, unless one with its `key` was said before; None: the line itself."""
-        if (key or line) not in self.said:
-            self.said.add(key or line)
-            self.say(line)
-
 
 class PooledEnv:
     """One environment of a pool; its first reset builds it."""
 
-    def __init__(self, spec: EnvSpec, heavy: bool, read_calls: ReadCalls):
-        self.spec, self.heavy, self.read_calls = spec, heavy, read_calls
+    def __init__(self, spec: EnvSpec, read_calls: ReadCalls):
+        self.spec, self.read_calls = spec, read_calls
+        self.heavy = bool(spec.declares("heavy") or is_program(spec))
         self.made: Any = None  # an Env or a MultiAgentEnv
         self.game: Any = None  # the same as a MultiAgentEnv, whose tools answer
 
@@ -207,13 +201,10 @@ class PooledEnv:
         return self.game.schemas if isinstance(self.game, ToolEnv) else []
 
 
-def make_in_turn(calls: list[EnvCall]) -> list[Outcome]:
-    """Makes the calls of one environment."""
-    return [(call.method(*call.args), None) for call in calls]
-
-
-def step_together(calls: list[EnvCall]) -> list[Outcome]:
-    """The steps of environments of one class, made by its `step_batch`."""
+def make_calls(calls: list[EnvCall]) -> list[Outcome]:
+    """Makes the calls of one environment, or those of a batch of steps."""
+    if not calls[0].is_in_batch:
+        return [(call.method(*call.args), None) for call in calls]
     envs: list[Any] = [call.env.made for call in calls]
     steps = type(envs[0]).step_batch(envs, [call.args[0][PLAYER] for call in calls])
     if len(steps) != len(calls):
@@ -232,7 +223,7 @@ def step_together(calls: list[EnvCall]) -> list[Outcome]:
 def most_at_once(spec: EnvSpec) -> int:
     """How many heavy environments exist while one of these begins: more would only wait."""
     if not is_program(spec):
-        return 32
+        return MAX_HEAVY
     return (os.cpu_count() or 1) + 4 if spec.values["command"] else 64
 
 

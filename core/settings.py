@@ -29,7 +29,7 @@ SEVERAL = [name for name, value in vars(Config()).items() if type(value) is tupl
 # Settings that config.yaml of an older run may name; they are left out
 REMOVED = """adapter_folder env_instances eval_samples fp32_head gradient_checkpointing keep_best
     kl_in lora_alpha microscope min_p offload_optimizer overlong_buffer patience reward_coef
-    shard_optimizer stop_on template_date vllm_eager""".split()
+    shard_optimizer stop_on template_date thinking vllm_eager""".split()
 
 
 class Parsed(Config):

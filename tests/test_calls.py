@@ -133,7 +133,7 @@ def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(policy, colle
     policy.stop_ids = sorted({*range(0, 704, 9), *policy.stop_ids})
     policy.max_length = 150  # some contexts are full
     params, alone = SamplingParams(10, 1.0, seed=5), []
-    made, tasks = collector(Uneven, 12, 3, env_workers=1)
+    made, tasks = collector(Uneven, 12, 3)
     expected = made.collect(tasks, TorchSampler(policy), params)
     sampler = TorchSampler(policy)
     add = sampler.add
@@ -204,11 +204,11 @@ def test_a_call_without_a_limit_and_one_that_is_forgotten():
         pass
     assert found == [("unlimited", (3, None))]
     made.start("forgotten", time.monotonic)
-    assert made.clear() == ["forgotten"] and not made.ended(0.1) and not made.num_open
+    assert made.clear() == ["forgotten"] and not made.ended(0.1) and not made.at_work
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_heavy_environments_are_capped_reused_and_closed(policy, collector, waits):
+def test_heavy_environments_are_capped_reused_and_closed(policy, collector, monkeypatch, waits):
     living, most = set(), []
 
     class Heavy(Uneven):
@@ -225,7 +225,8 @@ def test_heavy_environments_are_capped_reused_and_closed(policy, collector, wait
             living.remove(self)
 
     Heavy.waits = waits
-    made, tasks = collector(Heavy, 10, env_instances=2)
+    monkeypatch.setattr(pool, "MAX_HEAVY", 2)
+    made, tasks = collector(Heavy, 10)
     rollouts = made.collect(tasks, TorchSampler(policy), SamplingParams(3))
     assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(10)]
     assert max(most) == 2 and len(living) == 2  # the failed one is closed, the others are idle

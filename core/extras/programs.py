@@ -44,7 +44,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     """One episode of a program, from its first request to its reward."""
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
-    say_once = collector.pool.say_once
+    say_once = collector.say_once
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     while program.asks:
