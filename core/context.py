@@ -87,8 +87,7 @@ class Agent:
     num_seen: int = 0  # messages that `context_ids` has
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
-    has_step: bool = False  # the environment returned a Step for it
-    has_ended: bool = False  # its last Step had done=True
+    step: Step | None = None  # its last one
     given: str = ""  # the prefill of the last answer
 
     def begin(self, messages: list[Message]) -> None:
@@ -147,7 +146,7 @@ class Agent:
 
     def read(self, step: Step) -> None:
         """Adds the reward to the last turn, and makes a prompt of the next message."""
-        self.has_step, self.has_ended = True, step.done
+        self.step = step
         if self.rollout.turns:
             self.rollout.turns[-1].reward += step.reward
         self.rollout.info = step.info or self.rollout.info

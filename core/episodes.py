@@ -168,10 +168,10 @@ class RolloutCollector:
         shows_right = self.shows_right and episode.task.seed in TRAIN_SEEDS  # with --algo sdpo
         [openings] = yield [EnvCall(env, env.reset, (episode.task.seed,))]
         for name, messages in openings.items():
-            agents[name] = self.new_agent(episode, name)
-            agents[name].begin(messages)
+            agent = self.join(episode, name)
+            agent.begin(messages)
             if messages:
-                agents[name].set_prompt()  # prompt_ids: the messages in the chat template
+                agent.set_prompt()  # prompt_ids: the messages in the chat template
         if not any(agent.chat for agent in agents.values()):
             raise ValueError("reset() returned no message")
 
@@ -189,11 +189,10 @@ class RolloutCollector:
                 right = dict(zip(responses, shown, strict=True))
             [steps] = yield [EnvCall(env, env.step, (responses,))]
             for name, step in steps.items():
-                if name not in agents:  # it joins after the start
-                    agents[name] = self.new_agent(episode, name)
+                agent = agents.get(name) or self.join(episode, name)
                 if shows_right and name in responses:
-                    agents[name].show(step.feedback or right[name])
-                agents[name].read(step)  # the last turn's reward; the prompt of the next turn
+                    agent.show(step.feedback or right[name])
+                agent.read(step)  # the last turn's reward; the prompt of the next turn
         if any(agent.prompt_ids or agent.context_full for agent in agents.values()):
             [steps] = yield [EnvCall(env, env.step_when_cut)]
             for name, step in steps.items():
@@ -214,10 +213,8 @@ class RolloutCollector:
             self.fail(episode, error)
             if isinstance(error, NoReward):
                 self.pool.give_back(env)
-            elif isinstance(
-                error, TimeLimit
-            ):  # its environment may still be at work: leave it alone
-                self.pool.lent.discard(env)
+            elif isinstance(error, TimeLimit):  # it may still be at work: leave it alone
+                self.pool.lent.remove(env)
             else:
                 yield from self.pool.discard(env)
         else:
@@ -280,14 +277,16 @@ class RolloutCollector:
         asked = [agent for agent in episode.agents.values() if agent.prompt_ids]
         return asked if all(len(a.rollout.turns) < self.max_turns for a in asked) else []
 
-    def new_agent(self, episode: Episode, name: str) -> Agent:
-        """An agent of the episode, with a random stream of its own."""
+    def join(self, episode: Episode, name: str) -> Agent:
+        """A new agent of the episode, with a random stream of its own."""
         task, number = episode.task, len(episode.agents)
         rollout = Rollout(task.env.short, name, task.seed, task.group_id, episode_truncated=True)
         if episode.env.schemas:
             rollout.for_log["tools"] = [*map(name_of, episode.env.schemas)]
         stream = episode.number * STREAMS_PER_EPISODE + number
-        return Agent(self.renderer, rollout, stream, episode.env.schemas)
+        agent = Agent(self.renderer, rollout, stream, episode.env.schemas)
+        episode.agents[name] = agent
+        return agent
 
     def take_seat(self, episode: Episode, acting: str) -> None:
         """Gives one seat to the policy, or to the demonstrator, if the environment has `agents`.
@@ -300,12 +299,12 @@ class RolloutCollector:
         if agents:
             episode.seat = agents[episode.task.seed % len(agents)]
             if episode.seat not in episode.agents:  # so that a failure before it acts is counted
-                episode.agents[episode.seat] = self.new_agent(episode, episode.seat)
+                self.join(episode, episode.seat)
 
     def fail(self, episode: Episode, error: BaseException) -> None:
         """Gives the error to the rollouts of all agents."""
         if not episode.agents:
-            episode.agents[PLAYER] = self.new_agent(episode, PLAYER)
+            self.join(episode, PLAYER)
         for agent in episode.agents.values():
             agent.rollout.error = error_text(error)
             agent.rollout.env_failure = isinstance(error, EnvFailure)
@@ -329,9 +328,9 @@ def check_seats(episode: Episode) -> None:
     agents = episode.agents.values()
     if not any(agent.prompt_ids or agent.context_full for agent in agents):
         for agent in agents:
-            if agent.rollout.turns and not agent.has_step:
+            if agent.rollout.turns and not agent.step:
                 raise ValueError(f"step() never returned a Step for {agent.rollout.agent}")
-        if not any(agent.has_ended for agent in agents):
+        if not any(agent.step and agent.step.done for agent in agents):
             raise ValueError("step() asks no agent to act, and done is False for all of them")
 
 

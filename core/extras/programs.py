@@ -45,7 +45,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
     say_once = collector.say_once
-    agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
+    agent = collector.join(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     while program.asks:
         sampled: list[tuple[Ask, Prompt, Request]] = []
