@@ -1,6 +1,5 @@
 """Shows the progress of a run: a line for each update, and below it bars, in a terminal only."""
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +47,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
-        print_line(line, self.console)
+        self.console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
@@ -99,9 +98,3 @@ class Phase:
             check()
 
         return tick
-
-
-def print_line(line: str, console: Console) -> None:
-    """Prints a line; a terminal breaks it between words, but not a command, which may be copied."""
-    is_whole = re.search(r"\b(python|torchrun) ", line) or not console.is_terminal
-    console.print(printable(line), markup=False, emoji=False, soft_wrap=bool(is_whole))
