@@ -10,33 +10,26 @@ from core.faults import Stopped
 from core.terminal.interrupt import Interrupt
 
 
-def test_ctrl_c_is_answered_at_once_and_stops_at_the_next_check_and_a_second_one_at_once():
-    said = []
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_stops_at_the_next_check_and_one_that_is_ignored_stays_so(name):
+    """Of Ctrl-C, of a cluster, and of a terminal that is closed; nohup ignores the last."""
+    if not hasattr(signal, name):
+        pytest.skip(f"this system has no {name}")
+    number, said = getattr(signal, name), []
+    before = signal.getsignal(number)
     with Interrupt() as interrupt:
         interrupt.say = said.append
         interrupt.check()
-        signal.raise_signal(signal.SIGINT)
-        assert len(said) == 1 and interrupt.requested
-        with pytest.raises(Stopped):
-            interrupt.check()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_what_a_cluster_or_a_terminal_sends_stops_at_the_next_check(name):
-    if not hasattr(signal, name):
-        pytest.skip(f"this system has no {name}")
-    number = getattr(signal, name)
-    before = signal.getsignal(number)
-    with Interrupt() as interrupt:
         signal.raise_signal(number)
+        assert interrupt.requested and len(said) == (name == "SIGINT")
         with pytest.raises(Stopped):
             interrupt.check()
+        if name == "SIGINT":
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
     assert signal.getsignal(number) is before
     try:
-        signal.signal(number, signal.SIG_IGN)  # as nohup does
+        signal.signal(number, signal.SIG_IGN)
         with Interrupt() as interrupt:
             signal.raise_signal(number)
             interrupt.check()
