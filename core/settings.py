@@ -46,19 +46,18 @@ def parse(args: list[str]) -> Config:
         if name.startswith("--") and (advice := advice_for(name[2:])):
             raise UsageError(f"{name} is no flag; {advice}")
     words = [word for word in args if word not in ("-h", "--help")]
-    flags = _parse_flags(words, Config())
-    file, algo = config_file(flags), flags.algo
-    if file:
+    flags, algo = _parse_flags(words, Config(algo="")), Config.algo
+    if file := config_file(flags):
         alpha, rank = (read_settings(file).get(name, 0) for name in ("lora_alpha", "lora_rank"))
         if flags.resume and alpha not in (0, 2 * rank):
             raise UsageError(f"{file}: lora_alpha is {alpha:g}, and picoRL takes twice "
                              "the rank now: start another run")  # fmt: skip
         chosen, saved = read_file(file)
-        algo = _parse_flags(words, Config(algo=saved.algo)).algo
-        if name_of(algo) != name_of(saved.algo):
-            chosen.pop(name_of(saved.algo), None)
+        algo = saved.algo
+        if flags.algo and name_of(flags.algo) != name_of(algo):
+            chosen.pop(name_of(algo), None)
         args = [*as_words(chosen), *args]
-    cfg = _parse_flags(args, _with_options(algo))
+    cfg = _parse_flags(args, _with_options(flags.algo or algo))
     return Parsed(**vars(cfg) | {"resume": str(file.parent) if file and flags.resume else ""})
 
 
