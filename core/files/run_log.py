@@ -91,12 +91,12 @@ def rewind(folder: Path, progress: dict[str, Any]) -> None:
     for name in (METRICS, ROLLOUTS, OLD_ROLLOUTS):
         if name != METRICS and not (folder / name).exists():
             continue
-        with published(folder / name) as part, part.open("wb") as file:
-            for line, record in _lines(folder / name):
+        with published(folder / name) as part, _open(part) as file:
+            for record in iter_records(folder / name):
                 counter = "sft_step" if "sft_step" in record else "update"
                 number = record.get(counter)
                 if isinstance(number, int) and number <= progress[counter]:
-                    file.write(line)
+                    file.write(json.dumps(record) + "\n")
 
 
 def read_records(path: Path) -> list[Record]:
@@ -109,19 +109,12 @@ def iter_records(path: Path) -> Iterator[Record]:
 
     Skips lines that are not JSON objects, such as a last line that a killed run has cut short.
     """
-    for _, record in _lines(path):
-        yield record
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """The lines of a file that are JSON objects, with the line end that a run writes, and these."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            with suppress(ValueError, RecursionError):
-                if isinstance(record := json.loads(line), dict):
-                    yield line.rstrip(b"\r\n") + b"\n", record
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                with suppress(ValueError, RecursionError):
+                    if isinstance(record := json.loads(line), dict):
+                        yield record
 
 
 def _start_tracker(track: str, folder: Path, config: Record) -> Any:

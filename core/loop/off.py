@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from algorithms import kl
 from algorithms.tokens import Tokens
 from core.batching import Batch
 from core.loop.run import Run
@@ -38,6 +39,7 @@ def regularizers(run: Run, tokens: Tokens) -> Tensor:
         bonus = (weights * ratio.detach() * tokens.entropy).sum()
         added = added - cfg.entropy_coef * bonus
     if run.reference:
-        kl = run.weighted_kl(tokens.logprobs, ratio, tokens.ref_logprobs, cfg.kl_estimator)
-        added = added + cfg.kl_coef * (weights * kl).sum()
+        weighted_kl = run.algorithm.weighted_kl or kl.weighted_kl
+        found = weighted_kl(tokens.logprobs, ratio, tokens.ref_logprobs, cfg.kl_estimator)
+        added = added + cfg.kl_coef * (weights * found).sum()
     return added

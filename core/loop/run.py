@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from algorithms import kl
 from core import diagnostics, distributed, feedback, memory, probes, scoring
 from core.algorithm import Algorithm
 from core.batching import Batch
@@ -67,6 +66,7 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)  # the records
     next_level: int = 0  # of the next update's tasks, as `play` says
     canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
+    lr_factor: float = 1.0  # of this update, of --lr
     stopped: bool = False  # ended before the last update
     stopped_by: str = ""  # the line about a signal that ended it
     started_at: float = 0.0  # when this update began
@@ -75,11 +75,6 @@ class Run:
 
     def __post_init__(self) -> None:
         self.first_update = max(1, self.next_update)
-
-    @property
-    def weighted_kl(self) -> Callable[..., Tensor]:
-        """That of algorithms/kl.py, or of scratch.py."""
-        return self.algorithm.weighted_kl or kl.weighted_kl
 
     @cached_property
     def read_out(self) -> Callable[..., dict[str, Tensor]]:
@@ -92,11 +87,6 @@ class Run:
     def next_update(self) -> int:
         """The update that goes on or comes next; 0: the policy has not been evaluated yet."""
         return self.progress["update"] + 1
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether the present update has changed nothing yet: it can be saved, and begun again."""
-        return self.sampled_at < self.started_at
 
     @cached_property
     def probe(self) -> probes.WeightProbe:
@@ -134,9 +124,8 @@ class Run:
             self.started_at = perf_counter()
             self.save_copy()
             self.info.updates_done = self.next_update - 1
-            self.optimizer.scale_lr(
-                lr_factor(self.cfg, self.next_update, self.progress["sampled_tokens"])
-            )
+            self.lr_factor = lr_factor(self.cfg, self.next_update, self.progress["sampled_tokens"])
+            self.optimizer.scale_lr(self.lr_factor)
             self.probe.begin(self.optimizer)
             yield self.next_update, UpdateStats(self.cfg)
 
@@ -154,14 +143,13 @@ class Run:
         """
         cfg = self.cfg
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
-        lr = cfg.lr * lr_factor(cfg, update, self.progress["sampled_tokens"])
         metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)
         metrics |= trace_tokens(self.policy, cfg, batch, stats)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
         metrics |= seen
         if cfg.warmup_updates or cfg.lr_schedule != "constant":
-            metrics["update/lr"] = lr
+            metrics["update/lr"] = cfg.lr * self.lr_factor
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
@@ -257,7 +245,8 @@ class Run:
             self.stopped_by = f"stopped{what} with: {resume}"
         except (EpisodesFailed, NoServer) as error:
             failed = isinstance(error, EpisodesFailed)
-            if self.is_sampling and (failed or distributed.num_ranks() == 1):
+            # has this update changed nothing yet? Then it can be saved, and begun again
+            if self.sampled_at < self.started_at and (failed or distributed.num_ranks() == 1):
                 self.save()
             elif failed:  # the weights are of an update that is not complete
                 raise
