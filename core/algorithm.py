@@ -142,9 +142,3 @@ def _load(algo: str) -> Any:
         options = type("Options", (options, LoopOptions), {"__module__": module.__name__})
     vars(module)["Options"] = options if is_dataclass(options) else dataclass(frozen=True)(options)
     return module
-
-
-def describe_options(cfg: Any) -> str:
-    """The algorithm's options in one line; "" if there are none."""
-    words = [f"{name}={value}" for name, value in vars(cfg.options).items()]
-    return f"{name_of(cfg.algo)}: {' '.join(words)}" if words else ""

@@ -66,13 +66,3 @@ OTHER_NAMES = {
     "report_to": "--track",
 }
 ADVICE = {name: said for names, said in OTHER_NAMES.items() for name in names.split()}
-
-
-def advice_for(name: str) -> str:
-    """What to do instead of a setting of this name; "" if it is unknown.
-
-    >>> advice_for("num-generations"), advice_for("weight_decay"), advice_for("x")
-    ('write --group-size', 'there is no weight decay', '')
-    """
-    found = ADVICE.get(name.lower().replace("-", "_"), "")
-    return f"write {found}" if found.startswith("--") else found

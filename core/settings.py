@@ -20,7 +20,7 @@ from core import config
 from core.algorithm import absolute_algorithm, is_file, name_of, options_of
 from core.config import COMMAND_LINE_ONLY, Config, flag
 from core.faults import UsageError
-from core.other_names import advice_for
+from core.other_names import ADVICE
 from environments.plumbing.registry import EnvSpec
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
@@ -43,8 +43,10 @@ def parse(args: list[str]) -> Config:
             raise UsageError(f"give {flag(name)} once, with all its values behind it")
     for word in args:
         name = word.partition("=")[0]
-        if name.startswith("--") and (advice := advice_for(name[2:])):
-            raise UsageError(f"{name} is no flag; {advice}")
+        advice = ADVICE.get(name[2:].lower().replace("-", "_"))
+        if advice and name.startswith("--"):
+            write = "write " if advice.startswith("--") else ""
+            raise UsageError(f"{name} is no flag; {write}{advice}")
     words = [word for word in args if word not in ("-h", "--help")]
     flags, algo = _parse_flags(words, Config(algo="")), Config.algo
     if file := config_file(flags):

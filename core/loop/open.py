@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from core import config, distributed, memory, tasks
-from core.algorithm import Algorithm, describe_options, load_algorithm
+from core.algorithm import Algorithm, load_algorithm, name_of
 from core.config import Config
 from core.files import checkpoint, run_folder
 from core.files.models import load_run_policy
@@ -93,7 +93,7 @@ def _opened(
         lines = [
             *policy.remarks,
             sampler.remark,
-            describe_options(cfg),
+            f"{name_of(cfg.algo)}: {cfg.options}",
             *budget,
             *algorithm.remarks,
         ]
