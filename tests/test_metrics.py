@@ -290,7 +290,7 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     evaluator = Evaluator(
         Config(env=("letter_counting",), eval_num_tasks=4, max_tokens=9, temperature=0.7),
         SimpleNamespace(collect=collect, demonstrate=play_trivial), sampler=nullcontext(),
-        run_log=log, display=display, interrupt=SimpleNamespace(requested=False), progress={},
+        run_log=log, display=display, progress={},
     )  # fmt: skip
     found, drawn = evaluator.evaluate(3), eval_tasks(["letter_counting"], 4)
     assert asked == [(drawn, SamplingParams(9, temperature=0.0))]

@@ -17,7 +17,6 @@ from core.sampler import Sampler, SamplingParams
 from core.selection import drop_failed
 from core.tasks import Task, eval_tasks, held_out_envs
 from core.terminal.console import Display
-from core.terminal.interrupt import Interrupt
 from core.types import Rollout
 
 LOGGED_ROLLOUTS = 8  # of each environment, in rollouts.jsonl; all with --sampler openai
@@ -32,7 +31,6 @@ class Evaluator:
     sampler: Sampler
     run_log: RunLog
     display: Display
-    interrupt: Interrupt
     progress: dict[str, Any]
 
     def evaluate(self, update: int) -> dict[str, float]:
@@ -79,10 +77,4 @@ class Evaluator:
     def _play(self, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
         """One rollout per task and agent."""
         with self.display.phase("evaluation", params.max_tokens) as phase, self.sampler:
-
-            def on_progress() -> None:
-                phase.advance()
-                if self.interrupt.requested:
-                    self.sampler.stop()
-
-            return self.collector.collect(held_out, self.sampler, params, on_progress)
+            return self.collector.collect(held_out, self.sampler, params, phase.advance)

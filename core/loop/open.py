@@ -106,7 +106,7 @@ def _opened(
             display.say(line)
         yield Run(
             cfg, info, algorithm, policy, optimizer, collector, sampler,
-            Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
+            Evaluator(cfg, collector, sampler, log, display, progress),
             folder, log, display, interrupt, ahead, progress, older, teacher,
             canary=({}, progress.get("canary", {})),
             save_copy=opponents.save_copy if opponents else lambda: None,
