@@ -7,7 +7,6 @@ far are one row, which splits when their next tokens differ:
     cache.logits                # [U, V]: logits of the token after each row
     cache.select([0, 0, 2])     # row 0 becomes two rows, row 1 is dropped
     cache.append(token_ids)     # [U]: one token per row; then `logits` are those of the next token
-    cache.merge(new)            # adds the rows of `new`, a cache to which nothing was appended yet
 
 `SharedPrefixCache` stores each prompt once, for all its rows. It serves the models that compute
 trees of prefixes (core/prefix_sharing.py). Others get a `RepeatedPrefixCache`.
@@ -72,12 +71,7 @@ def cache_argument(model: Any) -> str:
 
 
 class RepeatedPrefixCache:
-    """The cache of transformers: every row has a copy of its prompt's keys and values.
-
-    Its rows begin together: new prompts wait until all have ended.
-    """
-
-    can_merge = False
+    """The cache of transformers: every row has a copy of its prompt's keys and values."""
 
     def __init__(self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor):
         """`cache`, `mask` [Q, T] int64 and `logits` [Q, V] of Q prompts, a row each."""
@@ -116,8 +110,6 @@ class SharedPrefixCache:
         _by_row        [U, h, H/h, T]        the copy of row 0 under prompt 1 is left out
     """
 
-    can_merge = True
-
     def __init__(
         self, model: Any, prompt_kv: list[KeysAndValues], mask: Tensor, logits: Tensor,
         max_new_tokens: int,
@@ -125,12 +117,9 @@ class SharedPrefixCache:
         """`prompt_kv` of each layer [Q, h, T, d], `mask` [Q, T] bool, `logits` [Q, V]; U is Q."""
         self.model, self.logits = model, logits
         self.prompt_of = torch.arange(len(mask), device=mask.device)  # [U]
-        self.appended = torch.zeros_like(self.prompt_of)  # [U]: tokens of each row
-        self.width = 0  # tokens of the longest row
+        self.width = 0  # tokens appended to each row
         self.position = mask.sum(1) - 1  # [U]
         self.padding = None if mask.all() else ~mask[:, None, None]  # [Q, 1, 1, T]
-        # [U, 1, 1, width + 1]; None: all rows are equally long
-        self.row_padding: Tensor | None = None
         self.prompt_kv = [(k.transpose(2, 3).contiguous(), v.contiguous()) for k, v in prompt_kv]
         _, kv_heads, _, head_dim = prompt_kv[0][1].shape
         shape = (len(mask), kv_heads, max_new_tokens, head_dim)
@@ -147,11 +136,10 @@ class SharedPrefixCache:
             use_cache=False,
             context=self,  # transformers passes it to prefix_sharing.attend, which calls `attend`
         ).logits[:, -1]
-        self.appended = self.appended + 1
-        self._measure()
+        self.width += 1
 
     def select(self, rows: Tensor) -> None:
-        self.position, self.appended = self.position[rows], self.appended[rows]
+        self.position = self.position[rows]
         for layer, (k, v) in enumerate(self.row_kv):  # one by one: the old ones are freed
             self.row_kv[layer] = self._copies(k, rows), self._copies(v, rows)
         used, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
@@ -159,51 +147,12 @@ class SharedPrefixCache:
             self.prompt_kv = [(k[used], v[used]) for k, v in self.prompt_kv]
             self.padding = None if self.padding is None else self.padding[used]
         self._index_rows()
-        self._measure()
-
-    def merge(self, other: "SharedPrefixCache") -> None:
-        """Adds the rows of `other`, to which nothing was appended yet.
-
-        From then on each row has a copy of its prompt (Q is U): equal prompts are rare among rows
-        that began at different times.
-        """
-        both, device = (self, other), self.position.device
-        self.appended = torch.cat([c.appended for c in both])  # [U]
-        self.position = torch.cat([c.position for c in both])
-        lengths = self.position + 1 - self.appended  # [U], of the prompts
-        n = int(lengths.max())
-        for i in range(len(self.prompt_kv)):
-            keys = torch.cat([_last(c.prompt_kv[i][0][c.prompt_of], n, 3) for c in both])
-            values = torch.cat([_last(c.prompt_kv[i][1][c.prompt_of], n, 2) for c in both])
-            self.prompt_kv[i] = keys, values
-            self.row_kv[i] = self._merged_rows(other, i, 0), self._merged_rows(other, i, 1)
-        self.prompt_of = torch.arange(len(lengths), device=device)
-        padding = torch.arange(n, device=device) < n - lengths[:, None]
-        self.padding = padding[:, None, None] if padding.any() else None
-        self.logits = torch.cat([c.logits for c in both])
-        self._index_rows()
-        self._measure()
-
-    def _measure(self) -> None:
-        """Sets `width` and `row_padding` from `appended`."""
-        self.width = int(self.appended.max())
-        columns = torch.arange(self.width + 1, device=self.appended.device)
-        equal = bool((self.appended == self.width).all())
-        self.row_padding = None if equal else (columns > self.appended[:, None])[:, None, None]
 
     def _copies(self, x: Tensor, rows: Tensor) -> Tensor:
-        """`x[rows]`, and zeros after the longest row, as 0 times what is in memory may be NaN."""
-        copies = x.new_zeros(len(rows), *x.shape[1:])
+        """`x[rows]`, of the tokens that were appended."""
+        copies = x.new_empty(len(rows), *x.shape[1:])
         copies[:, :, : self.width] = x[rows, :, : self.width]
         return copies
-
-    def _merged_rows(self, other: "SharedPrefixCache", layer: int, kind: int) -> Tensor:
-        """The keys (kind 0) or values (1) of its rows, and room for those of `other`."""
-        mine, added = self.row_kv[layer][kind], other.row_kv[layer][kind]
-        columns = max(mine.shape[2], added.shape[2])
-        merged = mine.new_zeros(len(mine) + len(added), mine.shape[1], columns, mine.shape[3])
-        merged[: len(mine), :, : self.width] = mine[:, :, : self.width]
-        return merged
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -213,12 +162,7 @@ class SharedPrefixCache:
         `query` [U, H, 1, d]; `key` and `value` [U, h, 1, d].
         """
         (row_keys, row_values), now = self.row_kv[layer], self.width
-        if self.row_padding is None:
-            row_keys[:, :, now : now + 1], row_values[:, :, now : now + 1] = key, value
-        else:
-            rows = torch.arange(len(key), device=key.device)
-            row_keys[rows, :, self.appended] = key[:, :, 0]
-            row_values[rows, :, self.appended] = value[:, :, 0]
+        row_keys[:, :, now : now + 1], row_values[:, :, now : now + 1] = key, value
         (num_rows, heads, _, head_dim), kv_heads = query.shape, key.shape[1]
         q = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         prompt_keys, prompt_values = self.prompt_kv[layer]  # [Q, h, d, T], [Q, h, T, d]
@@ -227,8 +171,6 @@ class SharedPrefixCache:
             prompt_scores = prompt_scores.masked_fill(self.padding, -torch.inf)
         prompt_scores = self._by_row(prompt_scores)  # [U, h, H/h, T]
         row_scores = q @ row_keys[:, :, : now + 1].transpose(2, 3)
-        if self.row_padding is not None:
-            row_scores = row_scores.masked_fill(self.row_padding, -torch.inf)
         scores = torch.cat([prompt_scores, row_scores], -1)
         weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         n = prompt_values.shape[2]
@@ -258,13 +200,3 @@ class SharedPrefixCache:
         """[Q, h, W · H/h, x] -> [U, h, H/h, x], for any x."""
         x = x.unflatten(2, (self.row_table.shape[1], -1)).transpose(1, 2).flatten(0, 1)
         return x if self.in_order else x[self.table_index]
-
-
-def _last(x: Tensor, n: int, dim: int) -> Tensor:
-    """The last `n` columns along `dim`, with zeros before them if `x` has fewer."""
-    size = x.shape[dim]
-    if size >= n:
-        return x.narrow(dim, size - n, n)
-    shape = list(x.shape)
-    shape[dim] = n - size
-    return torch.cat([x.new_zeros(shape), x], dim)

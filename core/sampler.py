@@ -3,7 +3,7 @@
 `TorchSampler` samples in plain PyTorch. Its batch is C completions, and one step samples one token
 of each, in four parts, each a method:
 
-    _admit      requests that wait join the batch; their prompts are computed
+    _admit      once a batch has ended, the requests that wait are the next one: computes prompts
     _draw       draws the next token of each completion
     _end        completions that are complete leave the batch
     _regroup    computes the drawn tokens, and with them the logits for the next step
@@ -41,8 +41,6 @@ from core.kv_cache import prefill
 from core.policy import Policy
 from core.seeds import derive_seed
 from core.types import Completion, Message
-
-ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Sampler(ABC):
     def add(self, request: Request) -> None:
         """Takes a request, also while others are being sampled.
 
-        Raises UsageError if the prompt leaves no room for a completion.
+        Raises UsageError if its prompt leaves no room for a completion.
         """
 
     @abstractmethod
@@ -111,9 +109,6 @@ class Sampler(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forgets all requests."""
-
-    def stop(self) -> None:  # noqa: B027 (optional: no request is open for long)
-        """Lets all requests fail from now on, where a server answers them: after Ctrl-C."""
 
     def sample(
         self,
@@ -163,13 +158,14 @@ class TorchSampler(Sampler):
         self.clear()
 
     def clear(self) -> None:
-        self.waiting = deque[_Partial]()
+        self.waiting = deque[Request]()
         self.batch: list[_Partial] = []
         self.cache: Any = None  # keys and values of the batch, and the logits of its next tokens
         self.ended: list[tuple[Request, Completion]] = []
 
     def add(self, request: Request) -> None:
-        self.waiting.append(_Partial(request, completion_limit(self.policy, request)))
+        completion_limit(self.policy, request)  # raises if the prompt is too long
+        self.waiting.append(request)
 
     def step(self) -> list[tuple[Request, Completion]]:
         """As `Sampler.step`. Raises OutOfMemory if not even one completion fits into memory."""
@@ -188,34 +184,25 @@ class TorchSampler(Sampler):
     @torch.inference_mode()
     def _sample_tokens(self) -> None:
         """Samples one token of each of the C completions in the batch."""
-        self._admit()
+        if not self.batch:
+            self._admit()
         if self.batch:
             self._end(*self._draw())
         if self.batch:
             self._regroup()
 
     def _admit(self) -> None:
-        """Computes the prompts that begin now, each distinct one once; a row of the cache each."""
-        few = len(self.waiting) < ADMIT_ABOVE * len(self.batch)
-        if not self.waiting or (self.batch and (few or not self.cache.can_merge)):
-            return
-        room = len(self.waiting) if self.max_batch is None else self.max_batch - len(self.batch)
-        new = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-        if not new:
-            return
-        first = 0 if self.cache is None else len(self.cache.logits)
+        """Makes a batch of the requests that wait, and computes each distinct prompt once."""
         row_of: dict[tuple[int, ...], int] = {}
-        for partial in new:
-            request, prompt = partial.request, tuple(partial.request.prompt)
-            partial.row = first + row_of.setdefault(prompt, len(row_of))
-            partial.uniform = uniforms(request.seed, [request.stream], partial.limit)[0].numpy()
-        self.batch += new  # before the prefill, whose memory may not suffice
-        longest = max(partial.limit for partial in new)
-        added = prefill(self.policy, [list(prompt) for prompt in row_of], longest)
-        if self.cache is None:
-            self.cache = added
-        else:
-            self.cache.merge(added)
+        for _ in range(min(len(self.waiting), self.max_batch or len(self.waiting))):
+            request = self.waiting.popleft()
+            limit = completion_limit(self.policy, request)
+            row = row_of.setdefault(tuple(request.prompt), len(row_of))
+            uniform = uniforms(request.seed, request.stream, limit).numpy()
+            self.batch.append(_Partial(request, limit, row, uniform))
+        if self.batch:
+            longest = max(partial.limit for partial in self.batch)
+            self.cache = prefill(self.policy, [list(prompt) for prompt in row_of], longest)
 
     def _draw(self) -> tuple[list[int], list[float], Iterable[list[int] | None]]:
         """The next token of each completion, its log-prob, and the ids that could be drawn."""
@@ -283,8 +270,7 @@ class TorchSampler(Sampler):
         self.say(f"out of memory while sampling {len(batch)} completions at once: "
                  f"continuing with {self.max_batch}")  # fmt: skip
         # from their beginning: the draws are the same
-        again = [_Partial(partial.request, partial.limit) for partial in batch]
-        self.waiting.extendleft(reversed(again))
+        self.waiting.extendleft(partial.request for partial in reversed(batch))
 
 
 @dataclass
@@ -293,8 +279,8 @@ class _Partial:
 
     request: Request
     limit: int  # of its tokens
-    row: int = 0  # of the cache: its prompt and the tokens sampled so far
-    uniform: Any = None  # float64 [limit], once it has begun
+    row: int  # of the cache: its prompt and the tokens sampled so far
+    uniform: Any  # float64 [limit]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept_ids: list[list[int]] = field(default_factory=list)
@@ -346,17 +332,10 @@ def ends_with(policy: Policy, token_ids: list[int], stop: Sequence[str]) -> bool
     return any(text in end for text in stop)
 
 
-def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
-    """Returns uniform numbers in [0, 1), float64 [C, steps] on the CPU: one row per stream.
-
-    >>> a, b = uniforms(0, [3, 4], steps=2), uniforms(0, [4], steps=2)
-    >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
-    (True, False)
-    """
-    generators = (torch.Generator().manual_seed(derive_seed(seed, s)) for s in streams)
-    return torch.stack(
-        [torch.rand(steps, generator=generator, dtype=torch.float64) for generator in generators]
-    )
+def uniforms(seed: int, stream: int, steps: int) -> Tensor:
+    """Uniform numbers in [0, 1), float64 [steps] on the CPU, of a random stream."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, stream))
+    return torch.rand(steps, generator=generator, dtype=torch.float64)
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:

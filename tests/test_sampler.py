@@ -108,21 +108,12 @@ def staggered(sampler, prompts, params, gap, alone=False):
     return [ended[request] for request in requests]
 
 
-STAGGERED = [*PROMPTS, [71] * 40, [72], [73] * 5, [65, 66, 67], [74] * 23, [75, 76]]
-
-
-def test_completions_that_begin_while_others_are_sampled_are_the_same(family_policy, monkeypatch):
-    monkeypatch.setattr(family_policy, "stop_ids", EVERY_SIXTH)
-    monkeypatch.setattr(sampler_module, "ADMIT_ABOVE", 0)
-    params = SamplingParams(max_tokens=20, seed=3, top_k=5)
-    expected = TorchSampler(family_policy).sample(STAGGERED, params)
-    assert len({len(c.token_ids) for c in expected}) > 1
-    for gap in (1, 3):
-        completions = staggered(TorchSampler(family_policy), STAGGERED, params, gap)
-        for found, alone in zip(completions, expected, strict=True):
-            assert (found.token_ids, found.text) == (alone.token_ids, alone.text)
-            assert (found.finish_reason, found.kept_ids) == (alone.finish_reason, alone.kept_ids)
-            assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+def test_requests_that_come_while_others_are_sampled_have_the_same_draws(policy):
+    params = SamplingParams(max_tokens=8, seed=3, top_k=5)
+    expected = TorchSampler(policy).sample(PROMPTS, params)
+    found = staggered(TorchSampler(policy), PROMPTS, params, gap=3)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert [c.kept_ids for c in found] == [c.kept_ids for c in expected]
 
 
 def test_seed_and_stream_determine_a_completion(policy):
@@ -167,7 +158,7 @@ def test_completion_stays_within_the_context_length(qwen3_folder):
 def test_draw_follows_the_distribution_over_what_top_k_and_top_p_keep(options, kept):
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0]).expand(30_000, 4)
     params = SamplingParams(max_tokens=1, **options)
-    drawn, logprobs = draw(logits, params, uniforms(0, [0], 30_000)[0])
+    drawn, logprobs = draw(logits, params, uniforms(0, 0, 30_000))
     expected = torch.full((4,), -torch.inf)
     expected[kept] = (logits[0, kept] / params.temperature).log_softmax(-1)
     frequencies = torch.bincount(drawn, minlength=4) / len(drawn)
