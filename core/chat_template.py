@@ -30,7 +30,7 @@ from core.faults import UsageError
 from core.types import Message
 from environments.plumbing import tools as hermes
 from environments.plumbing.text import one_line
-from environments.plumbing.tools import END_OF_THOUGHT, OPENING, THOUGHT, Call, call_text
+from environments.plumbing.tools import END_OF_THOUGHT, OPENING, Call, call_text
 
 Schema = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool", "raw")
@@ -185,7 +185,8 @@ def check_template(tokenizer: Tokenizer) -> None:
     if chat.count(MARKER) < len(roles):
         raise UsageError("the chat template leaves out or rewrites parts of the messages")
     prompt = render(tokenizer, [QUESTION])
-    header = _text_before_answer(tokenizer, [QUESTION, ANSWER]).removeprefix(prompt.rstrip())
+    before = render(tokenizer, [QUESTION, ANSWER], open_turn=False).partition(COMPLETION)[0]
+    header = before.removeprefix(prompt.rstrip())
     if prompt == render(tokenizer, [QUESTION], open_turn=False) and header.strip():
         raise UsageError("the chat template ignores add_generation_prompt: a prompt would end "
                          f"without {header[-60:]!r}, which opens the assistant's turn")  # fmt: skip
@@ -244,14 +245,6 @@ def accepts_system(tokenizer: Tokenizer) -> bool:
         return False
 
 
-@lru_cache(maxsize=8)
-def opened_thought(tokenizer: Tokenizer) -> str:
-    """What the end of a prompt has in addition to the history, if that is a <think>."""
-    history = _text_before_answer(tokenizer, [QUESTION, ANSWER, QUESTION])
-    opened = render(tokenizer, [QUESTION]).removeprefix(history)
-    return opened if opened.lstrip().startswith(THOUGHT) else ""
-
-
 def render(
     tokenizer: Tokenizer,
     chat: list[Message],
@@ -284,9 +277,9 @@ def tool_format(tokenizer: Tokenizer) -> Literal["own", "hermes", ""]:
 
 def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
     """The calls of a completion, up to the first unreadable one; none inside a thought."""
-    if tool_format(tokenizer) != "own":
-        return hermes.read_calls(opened_thought(tokenizer) + text)
     prompt = render(tokenizer, [QUESTION], tools=[TOOL])
+    if tool_format(tokenizer) != "own":  # the prompt may have opened the thought
+        return hermes.read_calls(prompt.rpartition(QUESTION["content"])[2] + text)
     end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
     try:
         message: Any = tokenizer.parse_response(text + end, prefix=prompt)
@@ -406,10 +399,6 @@ def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
 def _clean(text: str) -> str:
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text.translate(NONCHARACTERS)
-
-
-def _text_before_answer(tokenizer: Tokenizer, chat: list[Message]) -> str:
-    return render(tokenizer, chat, open_turn=False).partition(COMPLETION)[0]
 
 
 def _text_after_answer(

@@ -26,6 +26,7 @@ Action = TypeVar("Action")
 MAX_CHARACTERS = 10_000  # only the end of a longer response is searched
 MAX_PLAIN_CHARACTERS = 2_000  # the same for the plain pattern
 MAX_CANDIDATES = 50  # tried in each format
+RETRIES, PENALTY = 2, 0.1  # after invalid actions
 
 
 def read_action(
@@ -86,29 +87,26 @@ def one_of(*words: str) -> Callable[[Any], str | None]:
 
 
 class Retries:
-    """Limits the invalid actions of an episode: `limit` retries, then the episode ends.
+    """Limits the invalid actions of an episode: two retries, then the episode ends.
 
-    >>> retries = Retries(limit=1, penalty=0.1)
-    >>> first, second = retries.refuse("Name a cell."), retries.refuse("Name a cell.")
-    >>> (first.reward, first.done), (second.reward, second.done)
-    ((-0.1, False), (-1.0, True))
+    >>> retries = Retries()
+    >>> [(step.reward, step.done) for step in map(retries.refuse, ["Name a cell."] * 3)]
+    [(-0.1, False), (-0.1, False), (-1.0, True)]
     """
 
-    def __init__(self, limit: int = 2, penalty: float = 0.1, final: float = -1.0):
-        self.left = limit
-        self.penalty = penalty
-        self.final = final
+    def __init__(self, final: float = -1.0):
+        self.left, self.final = RETRIES, final
 
     def refuse(self, hint: str, **info: Any) -> Step:
         """Returns the step for an invalid action.
 
-        With a retry left: the message `hint` and the reward -penalty. Otherwise: the end of the
-        episode with the reward `final`.
+        With a retry left: the message `hint` and the reward -0.1. Otherwise: the end of the episode
+        with the reward `final`.
         """
         if self.left == 0:
             return Step(None, self.final, True, {"correct": False, "invalid": True, **info})
         self.left -= 1
-        return Step(user(hint), -self.penalty, False, {"correct": False, "invalid": True, **info})
+        return Step(user(hint), -PENALTY, False, {"correct": False, "invalid": True, **info})
 
 
 def result(reward: float) -> str:

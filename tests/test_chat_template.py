@@ -19,8 +19,10 @@ from core.chat_template import (
     TOOL,
     check_template,
     end_of_turn_id,
+    in_format_of,
     next_prompt_ids,
     prompt_ids,
+    read_calls,
     render,
     set_template_options,
 )
@@ -32,6 +34,7 @@ from core.sampler import to_completion
 from core.tiny import tiny_tokenizer
 from core.types import Rollout
 from environments.base import Step
+from environments.plumbing.tools import Call, call_text
 
 trl = pytest.importorskip("trl")
 HI, SO = ({"role": "user", "content": text} for text in ("Hi", "So?"))
@@ -168,6 +171,13 @@ def test_an_answer_that_an_environment_begins_is_continued():
     agent.read(Step(SO, 0.0, False, {}))
     text = tokenizer.decode(agent.prompt_ids)
     assert text.startswith(known.opening + said) and text.endswith(known.after)
+
+
+def test_a_call_in_a_thought_that_the_prompt_opened_is_none():
+    tokenizer, call = tokenizer_of("deepseek r1"), call_text("add", a=2)
+    assert read_calls(tokenizer, call) == []
+    assert read_calls(tokenizer, f"so</think>{call}") == [Call("add", {"a": 2})]
+    assert in_format_of(tokenizer, call) == f"</think>\n\n{call}"
 
 
 def chat_of(*contents):

@@ -181,7 +181,7 @@ class Conversations:
             text = text.partition(stop)[0]
         found = read_calls(tokenizer, text) if ask.tools else []
         calls = [(f"call_{number}_{i}", call.name, json.dumps(call.arguments, ensure_ascii=False))
-                 for i, call in enumerate(found) if not call.error]  # fmt: skip
+                 for i, call in enumerate(found) if call.name]  # fmt: skip
         content = spoken(text)
         thought = text[: len(text) - len(content)] if END_OF_THOUGHT in text else ""
         if calls:  # the text before them

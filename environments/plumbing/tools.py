@@ -8,7 +8,7 @@ together; `async` functions are awaited. Text after the last </think> counts; a 
 only thinks about does not.
 
 >>> read_calls('First <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
-[Call(name='add', arguments={'a': 2, 'b': 3}, error='')]
+[Call(name='add', arguments={'a': 2, 'b': 3})]
 >>> call_text("add", a=2, b=3)
 '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
@@ -41,18 +41,17 @@ from environments.plumbing import event_loop
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
-MAX_RESULT, MAX_REASON = 10_000, 500  # characters; the rest is cut off
+MAX_RESULT = 10_000  # characters; the rest is cut off
 
 
 class Call(NamedTuple):
-    """One call of a response. `error`: why it cannot be read; then the name is empty."""
+    """One call of a response."""
 
     name: str
     arguments: dict[str, Any]
-    error: str = ""
 
 
-UNREADABLE = Call("", {}, "the call cannot be read; it needs a name and arguments")
+UNREADABLE = Call("", {})
 ReadCalls = Callable[[str], list[Call]]  # the calls of a response, in their order
 
 
@@ -158,8 +157,8 @@ def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     EnvFailure passes through: it fails the episode, as does a result without a text.
     """
     by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
-    if call.error:
-        return f"error: {call.error}"
+    if call == UNREADABLE:
+        return "error: the call cannot be read; it needs a name and arguments"
     if call.name not in by_name:
         return f"error: there is no tool {call.name[:100]!r}; there are {', '.join(by_name)}"
     index = by_name[call.name]
@@ -168,7 +167,7 @@ def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
         for wrong in Draft4Validator(wanted).iter_errors(call.arguments):
             if wrong.instance is not None or not wrong.schema.get("nullable"):  # `| None`
                 where = ".".join(map(str, [call.name, *wrong.path]))
-                return f"error: {where}: {wrong.message}"[:MAX_REASON]
+                return f"error: {where}: {wrong.message}"[:MAX_RESULT]
         result = tools[index](**call.arguments)
         if inspect.isawaitable(result):
             result = event_loop.wait_for(result)
