@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from test_env_failures import OneTurn
 from test_episodes import PARAMS, Scripted, message
 
 from core import calls, pool
-from core.calls import Calls, in_thread
+from core.calls import Calls, TimeLimit, in_thread
 from core.episodes import RolloutCollector
 from core.faults import Stopped
 from core.sampler import SamplingParams, TorchSampler
@@ -131,14 +132,14 @@ def test_a_signal_ends_no_other_thread_than_that_of_the_call(policy, collector):
 
 def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(policy, collector):
     policy.stop_ids = sorted({*range(0, 704, 9), *policy.stop_ids})
-    policy.max_length = 150  # some contexts are full
-    params, alone = SamplingParams(10, 1.0, seed=5), []
-    made, tasks = collector(Uneven, 12, 3)
+    policy.max_length = 100  # some contexts are full
+    params, alone = SamplingParams(6, 1.0, seed=5), []
+    made, tasks = collector(Uneven, 8, 3)
     expected = made.collect(tasks, TorchSampler(policy), params)
     sampler = TorchSampler(policy)
     add = sampler.add
     sampler.add = lambda request: alone.append(request.alone) or add(request)
-    made, tasks = collector(type("Alone", (Uneven,), {"waits": True, "alone": True}), 12, 3)
+    made, tasks = collector(type("Alone", (Uneven,), {"waits": True, "alone": True}), 8, 3)
     rollouts = made.collect(tasks, sampler, params)
     assert all(alone)  # NanoLLM then draws by seeds
     for found, rollout in zip(rollouts, expected, strict=True):
@@ -167,6 +168,24 @@ def test_the_first_of_those_that_wait_is_built_alone(policy, collector, monkeypa
     assert Reads.seen[0] == 1 and len(Reads.seen) == 8 and not any(r.error for r in rollouts)
 
 
+def test_a_call_has_a_limit_or_none_and_what_is_late_or_forgotten_has_no_consequence(monkeypatch):
+    now, go, made = [0.0], threading.Event(), Calls(2, 5.0)
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for key in ("late", "unlimited", "next"):
+        made.start(key, lambda: go.wait(60), limited=key != "unlimited")
+    assert made.ended(0.0) == []
+    now[0] = 6.0
+    [(key, (value, error))] = made.ended(0.0)
+    assert (key, value, str(error)) == ("late", None, "no answer in 5 seconds (--env-timeout)")
+    go.set()
+    found = {}
+    while len(found) < 2:
+        found |= made.ended(1.0)
+    assert found == {"unlimited": (True, None), "next": (True, None)}
+    made.start("forgotten", lambda: 1)
+    assert made.clear() == ["forgotten"] and not made.at_work and not made.ended(0.0)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_failure_costs_its_own_episode_and_what_is_late_is_not_used_again(
     policy, collector, waits
@@ -179,39 +198,27 @@ def test_a_failure_costs_its_own_episode_and_what_is_late_is_not_used_again(
 
         def step(self, response):
             if self.seed == 2:
-                go.wait(60 if waits else 0)
+                raise TimeLimit("late")
             return super().step(response)
 
         def close(self):
             closed.append(self.seed)
 
-    Faulty.waits, closed, go = waits, [], threading.Event()
-    made, tasks = collector(Faulty, 4, env_timeout=1.0)
+    Faulty.waits, closed = waits, []
+    made, tasks = collector(Faulty, 4)
     rollouts = made.collect(tasks, Scripted(policy), PARAMS)
-    late = "TimeLimit: no answer in 1 seconds (--env-timeout)" if waits else ""
     errors = [r.error.partition(" (test_calls.py")[0] for r in rollouts]
-    assert errors == ["", "OSError: no disk", late, ""]
-    assert [len(r.turns) for r in rollouts] == [1, 0, 1 if waits else 3, 4]
+    assert errors == ["", "OSError: no disk", "TimeLimit: late", ""]
+    assert [len(r.turns) for r in rollouts] == [1, 0, 1, 4]
     made.close()
-    assert closed and (2 in closed) != waits  # it is still at work
-    go.set()
-
-
-def test_a_call_without_a_limit_and_one_that_is_forgotten():
-    made = Calls(1, 0.05)
-    made.start("unlimited", lambda: time.sleep(0.1) or 3, limited=False)
-    while not (found := made.ended(0.01)):
-        pass
-    assert found == [("unlimited", (3, None))]
-    made.start("forgotten", time.monotonic)
-    assert made.clear() == ["forgotten"] and not made.ended(0.1) and not made.at_work
+    assert closed and 2 not in closed  # it may still be at work
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_heavy_environments_are_capped_reused_and_closed(policy, collector, monkeypatch, waits):
     living, most = set(), []
 
-    class Heavy(Uneven):
+    class Heavy(OneTurn):
         heavy = True
 
         def reset(self, seed):
@@ -226,9 +233,9 @@ def test_heavy_environments_are_capped_reused_and_closed(policy, collector, monk
 
     Heavy.waits = waits
     monkeypatch.setattr(pool, "MAX_HEAVY", 2)
-    made, tasks = collector(Heavy, 10)
-    rollouts = made.collect(tasks, TorchSampler(policy), SamplingParams(3))
-    assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(10)]
+    made, tasks = collector(Heavy, 8)
+    rollouts = made.collect(tasks, Scripted(policy), PARAMS)
+    assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(8)]
     assert max(most) == 2 and len(living) == 2  # the failed one is closed, the others are idle
     made.close()
     assert not living
