@@ -1,8 +1,6 @@
 """No text of others acts on the terminal, and each page of a run is written on its own."""
 
-import io
 import random
-from contextlib import redirect_stderr
 
 import pytest
 from rich.console import Console
@@ -23,73 +21,55 @@ ATTACKS = ("\x1b]0;renamed\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x7f", "a\rb", "\u
 RECORD = {"reward/mean": 0.5, "time/rollout_s": 0.1, "time/train_s": 0.1}
 
 
-def display(text):
-    """What the display prints in a pipe."""
-    console = Console(file=io.StringIO(), width=200, highlight=False)
+class Hostile(Env):
+    """Says `text` wherever an environment says something."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def reset(self, seed):
+        return [{"role": self.text, "content": self.text}]
+
+    def step(self, response):
+        return Step(self.reset(0)[0], 1.0, True, {self.text: self.text})
+
+    def demonstrate(self, hasty=False):
+        return self.text
+
+
+def show_update(text, console):
     with Display(text, console, meanings={text: text}) as screen:
         with screen.phase("warm start", 1) as phase:
             phase.advance(text)
         screen.update(1, RECORD | {f"info/{text}": 1.0})
         screen.say(text)
-    return console.file.getvalue()
 
 
-def episode(text):
-    """What `python -m environments show` prints of an environment that says `text`."""
-
-    class Hostile(Env):
-        def reset(self, seed):
-            return [{"role": text, "content": text}]
-
-        def step(self, response):
-            return Step({"role": text, "content": text}, 1.0, True, {text: text})
-
-        def demonstrate(self, hasty=False):
-            return text
-
-    return _recorded(play, "CONSOLE", lambda: play.play_episode(Hostile(), 0, interactive=False))
+def fail(text):
+    raise UsageError(f"{text}\n{text}")
 
 
-def note(text):
-    """What core/extras/chat.py prints beside an answer."""
-    return _recorded(chat, "NOTES", lambda: chat._note(text))
-
-
-def error(text):
-    """What a command prints of a UsageError, which must be one line, and of any other error."""
-
-    def fail(_):
-        raise UsageError(f"{text}\n{text}")
-
-    stderr = io.StringIO()
-    with redirect_stderr(stderr):
-        assert cli.execute(fail, [], lambda args: args) == 2
-        assert stderr.getvalue().count("\n") == 1
-        interrupt.show_error(RuntimeError, RuntimeError(text), None)
-    return stderr.getvalue()
-
-
-PLACES = {"display": display, "play": episode, "chat": note, "error": error}
-
-
-def _recorded(module, name, call):
-    """What `call` prints to the console `module.name`."""
-    own, file = getattr(module, name), io.StringIO()
-    setattr(module, name, Console(file=file, width=200))
-    try:
-        call()
-    finally:
-        setattr(module, name, own)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_no_text_of_others_acts_on_the_terminal(place):
+@pytest.mark.parametrize("place", [
+    show_update,
+    lambda text, _: play.play_episode(Hostile(text), 0, interactive=False),
+    lambda text, _: chat._note(text),
+    lambda text, _: cli.execute(fail, [], lambda args: text),
+    lambda text, _: interrupt.show_error(RuntimeError, RuntimeError(text), None),
+])  # fmt: skip
+def test_no_text_of_others_acts_on_the_terminal(place, monkeypatch, capsys):
+    monkeypatch.setattr(play, "CONSOLE", console := Console(width=200, highlight=False))
+    monkeypatch.setattr(chat, "NOTES", console)
     rng = random.Random(0)
     for text in (*ATTACKS, *("".join(rng.choices(ATTACKS, k=3)) for _ in range(3))):
-        shown = PLACES[place](text)
+        place(text, console)
+        shown = "".join(capsys.readouterr())
         assert not CONTROL_CHARACTERS.search(shown), text
         assert not text.isprintable() or text in shown
+
+
+def test_a_usage_error_is_one_line_and_exit_code_2(capsys):
+    assert cli.execute(fail, [], lambda args: "a\nb") == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_any_name_can_stand_in_the_curves(tmp_path):

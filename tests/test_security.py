@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import SMALL, save_small
+from conftest import save_small
 from test_openai_sampler import server  # noqa: F401
 
 from core.config import Config
@@ -22,8 +22,6 @@ from core.optimizer import make_optimizer
 from environments.adapters.remote import RemoteError
 from environments.base import EnvFailure
 from environments.plumbing.registry import make
-
-CODE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 
 
 @pytest.fixture
@@ -49,40 +47,26 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 """
 
 
-@pytest.fixture
-def own_code(tmp_path, marker, monkeypatch):
-    """A function that saves a model with code of its own, and with changes to a config file."""
-    modules = str(tmp_path / "modules")  # transformers copies the code to here
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
-    monkeypatch.syspath_prepend(modules)
-    monkeypatch.setattr("builtins.input", lambda *args: "yes")  # answers any question
-
-    def write(name, changes):
-        folder = save_small("Qwen3", tmp_path / "model")
-        (folder / "own.py").write_text(MODEL_CODE.format(marker=str(marker)))
-        settings = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(settings | changes))
-        return str(folder)
-
-    return write
-
-
 @pytest.mark.parametrize("name, own", [
     ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}),
     ("config.json", {"model_type": "own", "auto_map": {
         "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}),
 ])  # fmt: skip
-def test_code_of_a_model_runs_only_in_a_command_that_trusts_it(
-    own_code, marker, command, name, own
-):
-    flags = ["--model-id", own_code(name, own), *SMALL, "--num-updates=0", "--run-name", "a"]
-    assert command(*flags, "--trust-remote-code")[0] == 0
-    assert marker.exists()
-    marker.unlink()
-    code, out, err = command("--resume", "runs/a")
-    assert (code, out) == (2, "") and err.count("\n") == 1 and "--trust-remote-code" in err
+def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path, marker, monkeypatch, name, own):
+    """A run does not save the trust, and no file of settings gives it (test_wrong_commands.py)."""
+    modules = str(tmp_path / "modules")  # transformers copies the code to here
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    monkeypatch.setattr("builtins.input", lambda *args: "yes")  # answers any question
+    folder = save_small("Qwen3", tmp_path / "model")
+    (folder / "own.py").write_text(MODEL_CODE.format(marker=str(marker)))
+    settings = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(settings | own))
+    with pytest.raises(UsageError, match="add --trust-remote-code"):
+        load_policy(Config(device="cpu"), str(folder))
     assert not marker.exists()
-    assert command("--resume", "runs/a", "--trust-remote-code")[0] == 0
+    load_policy(Config(device="cpu", trust_remote_code=True), str(folder))
+    assert marker.exists()
 
 
 class Evil:
