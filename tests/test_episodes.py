@@ -1,5 +1,6 @@
 """core/episodes.py: exact contexts, one task per group, failures cost only their own episode."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -101,31 +102,26 @@ def example_environments(monkeypatch):
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_each_prompt_begins_with_the_ids_sampled_before(policy, closed):
-    (rollout,) = play(policy, [Task("countdown", 3, 0)], Scripted(policy, closed=closed))
-    assert len(rollout.turns) == 3
-    for before, after in zip(rollout.turns, rollout.turns[1:], strict=False):
+def test_each_prompt_begins_with_the_ids_sampled_before_or_with_a_fresh_message(policy, closed):
+    tasks = [Task("countdown", 3, 0), Task("forgetful", 3, 1)]
+    whole, fresh = play(policy, tasks, Scripted(policy, closed=closed))
+    prompts = ["<|user|>3 turns<|end|><|assistant|>"]
+    prompts += [f"{prompts[0]}ab<|end|><|user|>2 left<|end|><|assistant|>"]
+    for rollout, last in (
+        (whole, f"{prompts[1]}ab<|end|><|user|>1 left<|end|><|assistant|>"),
+        (fresh, "<|user|>1 left<|end|><|assistant|>"),
+    ):
+        found = [policy.tokenizer.decode(turn.prompt_ids) for turn in rollout.turns]
+        assert found == [*prompts, last]
+        assert len(rollout.messages) == 6  # the rollout keeps all messages
+    for before, after in itertools.pairwise(whole.turns):
         context = before.prompt_ids + before.completion_ids
         assert after.prompt_ids[: len(context)] == context
-    assert policy.tokenizer.decode(rollout.turns[2].prompt_ids) == (
-        "<|user|>3 turns<|end|><|assistant|>ab<|end|><|user|>2 left<|end|>"
-        "<|assistant|>ab<|end|><|user|>1 left<|end|><|assistant|>"
-    )
-
-
-def test_a_fresh_message_starts_a_context_without_earlier_turns(policy):
-    (rollout,) = play(policy, [Task("forgetful", 3, 0)])
-    assert [policy.tokenizer.decode(turn.prompt_ids) for turn in rollout.turns] == [
-        "<|user|>3 turns<|end|><|assistant|>",
-        "<|user|>3 turns<|end|><|assistant|>ab<|end|><|user|>2 left<|end|><|assistant|>",
-        "<|user|>1 left<|end|><|assistant|>",
-    ]
-    assert len(rollout.messages) == 6  # the rollout keeps all messages
-    batch = to_tokens([rollout])
+    batch = to_tokens([fresh])
     assert [s.token_ids for s in batch.sequences] == [
-        turn.prompt_ids + turn.completion_ids for turn in rollout.turns[1:]
+        turn.prompt_ids + turn.completion_ids for turn in fresh.turns[1:]
     ]
-    assert len(batch) == 3 * 3
+    assert len(batch) == 3 * len(fresh.turns[0].completion_ids)
 
 
 def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
