@@ -18,6 +18,7 @@ A No is a problem, or a warning where an environment may have a reason.
 
 import hashlib
 import math
+import os
 import random
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from environments.base import (
     checked_steps,
 )
 from environments.parsing import prefill_of
-from environments.plumbing.registry import describe_error, make, variables_of_python
+from environments.plumbing.registry import describe_error, make
 from environments.plumbing.tools import with_tools
 
 MAX_TURNS = 500  # of an episode
@@ -134,21 +135,21 @@ def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
 
 
 def _check_seeds(spec: str, other_process: bool) -> None:
+    """Compares episodes with those of new environments, in a process with other hashes or here."""
     seeds = [3, 4, EVAL_SEEDS[0], 3]
-    first = digest(spec, seeds)
-    if first != digest(spec, seeds, reuse=False):
-        raise Problem("the seed does not determine the episode: earlier episodes, the global "
-                      "random generator or the time change it")  # fmt: skip
+    first, error = digest(spec, seeds), ""
     if other_process:
+        code = f"import sys; sys.path[:] = {sys.path}; from {__spec__.name} import digest; "
         done = subprocess.run(
-            [sys.executable, "-m", "environments.plumbing.check", spec, *map(str, seeds)],
-            capture_output=True, encoding="utf-8",
-            env=variables_of_python() | {"PYTHONHASHSEED": "12345"},
+            [sys.executable, "-c", f"{code}print(digest({spec!r}, {seeds}, reuse=False))"],
+            capture_output=True, encoding="utf-8", env=os.environ | {"PYTHONHASHSEED": "12345"},
         )  # fmt: skip
-        if first not in done.stdout.split():
-            error = done.stderr.strip().rpartition("\n")[2]
-            raise Problem("another Python process plays other episodes for the same seeds, as with "
-                          f"hash() or the order of a set {error}".strip())  # fmt: skip
+        second, error = done.stdout.strip()[-len(first) :], done.stderr.strip().rpartition("\n")[2]
+    else:
+        second = digest(spec, seeds, reuse=False)
+    if first != second:
+        why = "earlier episodes, random, the time, hash() or the order of a set change it"
+        raise Problem(f"the seed does not determine the episode: {why} {error}".strip())
 
 
 def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
@@ -257,7 +258,3 @@ def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict
 
 def _asked(steps: dict[str, Step]) -> set[str]:
     return {agent for agent, step in steps.items() if step.message and not step.done}
-
-
-if __name__ == "__main__":  # the other process of _check_seeds
-    print(digest(sys.argv[1], [int(seed) for seed in sys.argv[2:]]))
