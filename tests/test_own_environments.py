@@ -336,7 +336,7 @@ LOCKED.lock = threading.Lock()
     *[({"data": data, "reward": length(0)}, "list of dicts")
       for data in ({"train": ROWS}, iter(ROWS), 5, None)],
     ({"data": ROWS}, "reward="), ({"env": Turns, "data": ROWS, "reward": length(0)}, "not both"),
-    ({"env": 5}, "a class derived from Env"), ({"env": LOCKED}, "a function that returns"),
+    ({"env": 5}, "a class derived from Env"), ({"env": LOCKED}, "cannot pickle"),
 ])  # fmt: skip
 def test_what_is_no_environment_is_refused_in_one_line(given, words, capsys):
     assert train.run(settings(), **given) == 2

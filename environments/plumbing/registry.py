@@ -116,11 +116,7 @@ def name_object(env: Any) -> str:
     if isinstance(env, Env | MultiAgentEnv):
 
         def build() -> Env | MultiAgentEnv:
-            try:
-                return copy.deepcopy(env)
-            except Exception as error:  # of a lock, a connection or a generator in it
-                raise UsageError(f"{error}: an object is copied for every episode; give a "
-                                 "function that returns a new one") from error  # fmt: skip
+            return copy.deepcopy(env)
 
         build.heavy = env.heavy  # type: ignore[attr-defined]
     elif not callable(env):
@@ -336,12 +332,6 @@ def short_path(path: str, parts: int = 2) -> str:
     return "/".join(re.split(r"[\\/]", path)[-parts:]) if is_absolute else path
 
 
-def variables_of_python() -> dict[str, str]:
-    """Returns variables with which a new Python process imports this package."""
-    paths = [os.path.dirname(HERE), os.environ.get("PYTHONPATH")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 def begin_run(info: RunInfo) -> None:
     """Tells the classes of a run's environments about it: see `Instance.begin_run`."""
     specs = map(EnvSpec.read, (*info.train_envs, *info.eval_envs))
@@ -375,8 +365,7 @@ def import_attribute(name: str) -> Any:
         raise UsageError(f"{name} names no class or function: write FILE.py:NAME")
     module = import_source(source)
     if not hasattr(module, attribute):
-        hint = f": write `made = {attribute}` in it, and name made" if "(" in attribute else ""
-        raise UsageError(f"{short_path(source, 1)} has no {attribute}{hint}")
+        raise UsageError(f"{short_path(source, 1)} has no {attribute}")
     return getattr(module, attribute)
 
 
