@@ -83,17 +83,18 @@ Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 Order = Literal["random", "shuffled"]
 Source = tuple[str, str, str]  # data, config, split
 OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
+OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, and name made"
 
 
 class Rewarded(Env):
     """`data`: FILE.jsonl, .json, .csv, .parquet, a data set of the hub or a folder with one, with
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
     FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
-    a response is right if this function, one of `reward` by its name or another one, returns as
-    much; `raw`: a prompt that is a text is tokenized as it is, without the chat template; `name`:
-    of this environment, in titles and metrics; `order`: of the rows in training; `tools`: functions
-    that the policy may call; `environment`: a class as TRL's `environment_factory`, whose methods
-    are tools."""
+    a response is right if this function, one of `reward` by its name, returns as much; `raw`: a
+    prompt that is a text is tokenized as it is, without the chat template; `name`: of this
+    environment, in titles and metrics; `order`: of the rows in training; `tools`: functions that
+    the policy may call; `environment`: a class as TRL's `environment_factory`, whose methods are
+    tools."""
 
     def __init__(
         self,
@@ -113,25 +114,22 @@ class Rewarded(Env):
     ):
         if not data or not reward:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
-        if name and not name.replace("-", "_").isidentifier():
-            raise UsageError(f"name={name}: give a word, such as name=gsm8k")
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
-        self.num_rewards = len(reward)
-        weights = weights or (1.0,) * len(reward)
-        own = [name for name in reward if correct in (name, name.rpartition(":")[2])]
-        if ":" in correct and not own:
-            reward, weights, own = (*reward, correct), (*weights, 0.0), [correct]
-        if correct and len(own) != 1:
-            raise UsageError(f"correct={correct}: name one of {' '.join(reward)}, or another "
-                             "FILE.py:function")  # fmt: skip
-        functions = [*map(import_attribute, reward)]
-        names = [name.rpartition(":")[2] for name in reward]
+        names, functions = (
+            [word.rpartition(":")[2] for word in reward],
+            [*map(import_attribute, reward)],
+        )
         for name, function in zip(names, functions, strict=True):
             if not callable(function) or names.count(name) > 1:
                 raise UsageError(f"reward: {name} is no function, or the name of two")
-        self.correct, self.threshold = names[reward.index(own[0])] if own else "", threshold
-        self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
+        self.correct, self.threshold = correct.rpartition(":")[2], threshold
+        if correct and self.correct not in names:
+            raise UsageError(f"correct={correct}: name one of {' '.join(names)}; with the weight 0 "
+                             "it adds no reward")  # fmt: skip
+        self.functions: list[Function] = [
+            *zip(names, functions, weights or [1.0] * len(names), strict=True)
+        ]
         self.waits = all(map(inspect.iscoroutinefunction, functions))
         self.prompt, self.order, self.raw = prompt, order, raw
         self.world = import_attribute(environment)() if environment else None
@@ -177,97 +175,38 @@ class Rewarded(Env):
 
     @classmethod
     def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step | Exception]:
-        batch = [env for env in envs if isinstance(env, Rewarded)]
-        steps: list[Step | Exception]
+        batch: list[Any] = [*envs]
         try:
-            called = cls.call(batch, responses)
+            steps = _judge(batch, responses)
         except EnvFailure:
             raise
         except Exception:
-            by_place: dict[int, Step | Exception] = {}
+            steps = [NoReward()] * len(batch)
             for row in {id(env.row): env.row for env in batch}.values():
                 places = [place for place, env in enumerate(batch) if env.row is row]
-                own, texts = [batch[i] for i in places], [responses[i] for i in places]
                 try:
-                    found = cls.to_steps(own, *cls.call(own, texts))
+                    own = _judge([batch[i] for i in places], [responses[i] for i in places], row)
                 except Exception as error:
-                    found = [error] * len(places)
-                by_place |= dict(zip(places, found, strict=True))
-            steps = [by_place[place] for place in range(len(batch))]
-        else:
-            steps = cls.to_steps(batch, *called)
+                    own = [error] * len(places)
+                for place, step in zip(places, own, strict=True):
+                    steps[place] = step
         if len(steps) > 1 and all(isinstance(step, NoReward) for step in steps):
-            names = [name for name, *_ in batch[0].functions[: batch[0].num_rewards]]
-            raise ValueError(f"{', '.join(names)} returned None for all completions")
+            names = ", ".join(name for name, *_ in batch[0].functions)
+            raise EnvFailure(f"{names} returned None for all completions")
         return steps
-
-    @classmethod
-    def call(
-        cls, batch: Sequence["Rewarded"], responses: list[str]
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What each function returns, by name, and what they log for each completion."""
-        first = batch[0]
-        logged: list[dict[str, Any]] = [{} for _ in batch]  # by log_extra
-        metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric
-
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            for info, value in zip(logged, values, strict=True):
-                info[column] = value
-
-        state = SimpleNamespace(global_step=RUN.updates_done, max_steps=RUN.num_updates)
-        prompts = [env.asked for env in batch]
-        lists: dict[str, list[Any]] = {
-            **{key: [env.row.get(key) for env in batch] for key in first.columns},
-            "prompts": prompts,
-            "completions": [*map(_completion, prompts, responses)],
-            "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
-        }
-        if first.prompt != "prompt":  # a function may know it by the name that the data gives it
-            lists[first.prompt] = prompts
-        others: dict[str, Any] = {
-            "trainer_state": state,
-            "log_extra": log_extra,
-            "log_metric": lambda name, value: metrics[name].append(float(value)),
-        }
-        if first.world is not None:
-            others["environments"] = [env.world for env in batch]
-        row = first.row if all(env.row is first.row for env in batch) else None
-        returned = _call_all(first.functions, lists, others, row)
-        means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
-        return returned, [means | info for info in logged]
-
-    @classmethod
-    def to_steps(
-        cls, batch: Sequence["Rewarded"], returned: dict[str, Any], logged: list[dict[str, Any]]
-    ) -> list[Step | Exception]:
-        values: dict[str, list[float | None]] = {}
-        for name, numbers in returned.items():
-            with _named(name):
-                values[name] = _numbers(numbers, len(batch))
-        by_completion = [
-            {name: x for name, numbers in values.items() if (x := numbers[i]) is not None}
-            for i in range(len(batch))
-        ]
-        return [*map(cls.to_step, batch, by_completion, logged)]
 
     def to_step(self, values: dict[str, float], logged: dict[str, Any]) -> Step | Exception:
         """The Step of one completion, from the value of each function that applies and what they
-        logged; an error that names the function and the row, if a value is infinite, and NoReward
-        if none applies."""
-        for name, value in values.items():
-            if math.isinf(value):
-                return _error(ValueError(f"it returned {value} for a completion"), name, self.row)
-        applied = {name: weight * values[name]
-                   for name, _, weight in self.functions[: self.num_rewards]
-                   if name in values}  # fmt: skip
-        judge = self.correct or next(iter(applied), "")
-        if not applied or (self.is_evaluation and judge not in values):
+        logged; NoReward if none applies."""
+        judge = self.correct or next(iter(values), "")
+        if not values or (self.is_evaluation and judge not in values):
             return NoReward(f"no function applies to the answer ({self.row.place})")
+        weights = {name: weight for name, _, weight in self.functions}
         correct = judge in values and values[judge] >= self.threshold
         info = {"row": self.row.place} | logged | {"correct": correct}
         info |= {f"reward_{name}": value for name, value in values.items()}
-        info |= {f"weight_{name}": weight for name, _, weight in self.functions if weight != 1}
-        return Step(None, sum(applied.values()), True, info)
+        info |= {f"weight_{name}": weight for name, weight in weights.items() if weight != 1}
+        return Step(None, sum(weights[name] * values[name] for name in values), True, info)
 
 
 def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
@@ -463,46 +402,76 @@ def _completion(prompt: str | list[Message], response: str) -> Any:
     return earlier if getattr(response, "is_cut", False) else [*earlier, last]
 
 
-def _call_all(
-    functions: list[Function], lists: dict[str, list[Any]], others: dict[str, Any], row: Row | None
-) -> dict[str, Any]:
-    """What each function returns, by name. `lists`: arguments with an entry for each completion,
-    of which each function gets copies. `row`: as `_named`."""
-    returned = {}
-    # calling an async function only makes a coroutine: after the others, which may raise
-    for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
-        parameters = inspect.signature(function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        with _named(name, row):
-            own = {key: [*map(copy.deepcopy, values)] for key, values in lists.items()
-                   if takes_all or key in parameters}  # fmt: skip
-            own |= {key: value for key, value in others.items() if takes_all or key in parameters}
-            returned[name] = function(**own)
+def _judge(
+    batch: Sequence[Rewarded], responses: Sequence[str], row: Placed | None = None
+) -> list[Step | Exception]:
+    """The steps of these episodes, with one call of each function. `row`: as `_named`."""
+    first = batch[0]
+    logged: list[dict[str, Any]] = [{} for _ in batch]  # by log_extra
+    metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        for info, value in zip(logged, values, strict=True):
+            info[column] = value
+
+    prompts = [env.asked for env in batch]
+    lists: dict[str, list[Any]] = {
+        **{key: [env.row.get(key) for env in batch] for key in first.columns},
+        "prompts": prompts,
+        "completions": [*map(_completion, prompts, responses)],
+        "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
+    }
+    if first.prompt != "prompt":  # a function may know it by the name that the data gives it
+        lists[first.prompt] = prompts
+    others: dict[str, Any] = {
+        "trainer_state": SimpleNamespace(global_step=RUN.updates_done, max_steps=RUN.num_updates),
+        "log_extra": log_extra,
+        "log_metric": lambda name, value: metrics[name].append(float(value)),
+    }
+    if first.world is not None:
+        others["environments"] = [env.world for env in batch]
+    returned = {name: _call(name, function, lists, others, row)
+                for name, function, _ in first.functions}  # fmt: skip
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
         returned |= event_loop.wait_for(_await_all(waiting, row))
-    return {name: returned[name] for name, _, _ in functions}
+    values = [dict[str, float]() for _ in batch]
+    for name, numbers in returned.items():
+        with _named(name, row):
+            for own, number in zip(values, _numbers(numbers, len(batch)), strict=True):
+                own |= {} if math.isnan(number) else {name: number}
+    means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
+    return [env.to_step(own, means | info)
+            for env, own, info in zip(batch, values, logged, strict=True)]  # fmt: skip
 
 
-def _numbers(returned: Any, count: int) -> list[float | None]:
-    """What a function returned, as `count` numbers; raises if it is anything else."""
-    if callable(returned):
-        raise TypeError("it returned a function, so it makes reward functions: write `made = ..`, "
-                        "a call of it, in its file, and name made")  # fmt: skip
-    if isinstance(returned, str | bytes | dict | set) or not isinstance(returned, Iterable):
-        raise TypeError(f"it returned {returned!r:.50}, not a list of {count} numbers, one for "
-                        "each completion")  # fmt: skip
-    rewards = list(returned)
-    if len(rewards) != count:
-        raise ValueError(f"{len(rewards)} rewards for {count} completions")
-    for reward in rewards:
-        if isinstance(reward, str) or not (reward is None or hasattr(reward, "__float__")):
-            raise TypeError(f"it returned {reward!r:.50} for a completion, not a number or None")
-    numbers = [math.nan if reward is None else float(reward) for reward in rewards]
-    return [None if math.isnan(number) else number for number in numbers]
+def _call(
+    name: str, function: Callable[..., Any], lists: dict[str, list[Any]], others: dict[str, Any],
+    row: Placed | None,
+) -> Any:  # fmt: skip
+    """What a function returns, called with the arguments that it names. `lists`: those with an
+    entry for each completion, of which it gets copies."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    with _named(name, row):
+        own = {key: [*map(copy.deepcopy, values)] for key, values in lists.items()
+               if takes_all or key in parameters}  # fmt: skip
+        own |= {key: value for key, value in others.items() if takes_all or key in parameters}
+        return function(**own)
 
 
-async def _await_all(waiting: dict[str, Any], row: Row | None) -> dict[str, Any]:
+def _numbers(returned: Any, count: int) -> list[float]:
+    """What a function returned, as `count` numbers, NaN for None; raises if it is anything else."""
+    if isinstance(returned, str | dict) or not isinstance(returned, Iterable):
+        hint = OF_MAKER if callable(returned) else ""
+        raise EnvFailure(f"it returned {returned!r:.50}, not a list of {count} numbers{hint}")
+    numbers = [math.nan if value is None else float(value) for value in returned]
+    if len(numbers) != count:
+        raise EnvFailure(f"{len(numbers)} rewards for {count} completions")
+    return numbers
+
+
+async def _await_all(waiting: dict[str, Any], row: Placed | None) -> dict[str, Any]:
     async def wait(name: str) -> Any:
         with _named(name, row):
             return await waiting[name]
@@ -511,18 +480,14 @@ async def _await_all(waiting: dict[str, Any], row: Row | None) -> dict[str, Any]
 
 
 @contextmanager
-def _named(name: str, row: Row | None = None) -> Iterator[None]:
+def _named(name: str, row: Placed | None) -> Iterator[None]:
     """An exception in the block says in which reward function it was raised, and for which row."""
     try:
         yield
     except EnvFailure as error:
         raise EnvFailure(f"{name}: {error}") from error
     except Exception as error:
-        raise _error(error, name, row) from error
-
-
-def _error(error: Exception, name: str, row: Row | None) -> RuntimeError:
-    columns = ", ".join(f"{key}={value!r:.60}" for key, value in (row or {}).items())
-    hint = OF_TEXTS if "string indices" in str(error) else ""
-    text = f"{name}: {type(error).__name__}: {error!s:.200}{hint}"
-    return RuntimeError(f"{text}; the row: {columns}" if row else text)
+        hint = OF_TEXTS if "string indices" in str(error) else ""
+        place = f" ({row.place})" if row else ""
+        text = f"{name}: {type(error).__name__}: {error!s:.200}{hint}{place}"
+        raise RuntimeError(text) from error

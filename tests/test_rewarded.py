@@ -10,6 +10,7 @@ from conftest import load_small
 from test_environments_readme import block
 from test_episodes import Scripted
 
+from core.chat_template import is_rendered
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import UsageError
@@ -42,15 +43,11 @@ def times(completions, factor, **columns):
     return [factor] * len(completions)
 halved = functools.partial(times, factor=0.5)
 def get_shorter(max_len=4):
-    def shorter(completions, **columns):
-        return [1 - len(text) / max_len for text in completions]
-    return shorter
+    return lambda completions: [1 - len(text) / max_len for text in completions]
 def rank(completions, **columns):
     return [float(sorted(completions).index(text)) for text in completions]
 def array(completions, **columns):
     return torch.arange(len(completions)).numpy()
-def infinite(prompts, completions, **columns):
-    return [-float("inf") for _ in completions]
 async def meets(completions, **columns):
     here.append(1)
     while len(here) < 2:
@@ -59,12 +56,12 @@ async def meets(completions, **columns):
 async def also(**columns):
     return await meets(**columns)
 def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
-    calls.append((completion_ids, trainer_state.global_step, trainer_state.max_steps))
-    log_extra("letter", [text.upper() for text in completions])
+    calls.append((completions, completion_ids, trainer_state.global_step, trainer_state.max_steps))
+    log_extra("letter", [c[0]["content"].upper() for c in completions])
     log_extra("scores", torch.ones(len(completions), 2).numpy())
     log_extra(column="correct", values=["no"] * len(completions))
-    for text in completions:
-        log_metric("share", ord(text) - 97)
+    for c in completions:
+        log_metric("share", ord(c[0]["content"]) - 97)
     log_metric(name="seen", value=torch.tensor(len(calls)))
     return [1.0 for _ in completions]
 def two(**columns):
@@ -75,14 +72,17 @@ def strict(completions, answer):
     return [float(int(a) < 30) for a in answer]
 async def strict_too(completions, answer):
     return [1 / (a != "none") for a in answer]
+def once(completions, **columns):
+    calls.append(completions)
+    if len(calls) == 1:
+        raise ConnectionError("503: try again")
+    return [1.0 for _ in completions]
 def never(completions, **columns):
     return [None] * len(completions)
+def judged(completions):
+    return [None if i % 2 else -1.0 for i in range(len(completions))]
 def nothing(completions, **columns):
     [1.0 for _ in completions]
-def texts(completions, **columns):
-    return ["1.0"] * len(completions)
-def raises(**columns):
-    raise KeyError("judge")
 def is_down(completions, **columns):
     calls.append(completions)
     raise EnvFailure("no judge")
@@ -93,10 +93,9 @@ def takes(prompts, completions, left):
     for prompt, completion, one in zip(prompts, completions, left):
         one.clear(); prompt.extend(completion); completion[0]["content"] = "right"
     return found
-def sees(prompts, completions, left):
+def sees(prompts, completions, left, question, **columns):
+    assert question == prompts and "prompt" not in columns
     return [len(one) + len(prompt) / 10 for one, prompt in zip(left, prompts)]
-def same(prompts, completions, question, **columns):
-    return [float(p == q and "prompt" not in columns) for p, q in zip(prompts, question)]
 VALUE = 5
 """
 ROWS = [{"prompt": f"Say {n}.", "answer": str(n), "n": n} for n in range(60)]
@@ -104,11 +103,10 @@ USER = {"role": "user", "content": "Count."}
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch, command):
+def place(tmp_path, command):
     """A folder with rows.jsonl and rewards.py."""
     Path("rewards.py").write_text(FUNCTIONS)
     write("rows.jsonl", ROWS)
-    rewarded.begin_run(RunInfo((), ()))
     return tmp_path
 
 
@@ -143,8 +141,9 @@ def globals_of(spec):
     ("accuracy brief sometimes", {"weights": "2 .5 1"}, [2.9, 0.45, 0.5], [1, 0, 0]),
     ("sometimes", {}, [0.5, None, 0.5], [0, None, 0]), ("nans", {}, [0.5, None, 0.5], [0, None, 0]),
     ("sometimes halved", {"threshold": 0.5}, [1, 0.5, 1], [1, 1, 1]),
-    ("halved accuracy", {"correct": "accuracy"}, [1.5, 0.5, 0.5], [1, 0, 0]),
-    ("accuracy", {"correct": "rewards.py:sometimes", "threshold": 0.5}, [1, 0, 0], [1, 0, 1]),
+    ("halved accuracy", {"correct": "rewards.py:accuracy"}, [1.5, 0.5, 0.5], [1, 0, 0]),
+    ("accuracy sometimes", {"weights": "1 0", "correct": "sometimes", "threshold": 0.5},
+     [1, 0, 0], [1, 0, 1]),
     ("array", {}, [0, 1, 2], [0, 1, 1]), ("meets also", {}, [2, 2, 2], [1, 1, 1]),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
@@ -164,29 +163,26 @@ def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
 
 
 def test_an_evaluation_leaves_out_what_the_function_of_correct_does_not_apply_to():
-    spec = spec_of("zero", correct="rewards.py:sometimes", threshold=0.5)
-    kinds = [[type(step) for step in scored(spec, ["a", "x"], [seed, seed])]
-             for seed in (3, EVAL_SEEDS[0])]  # fmt: skip
-    assert kinds[0][1] is not NoReward and kinds[1][1] is NoReward
-    assert kinds[0][0] is kinds[1][0] is not NoReward
+    spec = spec_of("zero sometimes", correct="sometimes", threshold=0.5)
+    for seed, is_left_out in ((3, False), (EVAL_SEEDS[0], True)):
+        first, second = scored(spec, ["a", "x"], [seed, seed])
+        assert first.info["correct"] and isinstance(second, NoReward) is is_left_out
 
 
 @pytest.mark.parametrize(("functions", "error"), [
-    ("two", "two: ValueError: 2 rewards for 3"), ("nothing", "returned None, not a list of 3"),
-    ("texts", "'1.0' for a completion"), ("never", "never returned None for all"),
-    ("get_shorter", "it makes reward functions"), ("is_down", "is_down: no judge"),
+    ("two", "two: 2 rewards for 3"), ("nothing", "returned None, not a list of 3"),
+    ("never", "never returned None for all"), ("get_shorter", "this makes reward functions"),
+    ("is_down", "is_down: no judge"),
 ])  # fmt: skip
 def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
-    with pytest.raises(Exception, match=error) as raised:
+    with pytest.raises(EnvFailure, match=error):
         scored(spec_of(functions), ["a"] * 3, [1, 1, 2])
-    assert isinstance(raised.value, EnvFailure) is (functions == "is_down")
     assert functions != "is_down" or len(globals_of(spec_of(functions))["calls"]) == 1
 
 
 @pytest.mark.parametrize(("functions", "errors"), [
-    ("strict", ["ValueError: invalid literal for int() with base 10: 'none'; the row: prompt="]),
-    ("strict_too", ["ZeroDivisionError"]), ("raises", ["KeyError: 'judge'"] * 3),
-    ("infinite", ["infinite: ValueError: it returned -inf"] * 3),
+    ("strict", [r"strict: ValueError: invalid literal .* 'none' \(bad.jsonl:1\)"]), ("once", []),
+    ("strict_too", ["strict_too: ZeroDivisionError"]),
     ("of_messages", ["make each prompt a list of messages"] * 3),
 ])  # fmt: skip
 def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(functions, errors):
@@ -197,25 +193,18 @@ def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(functions, er
     seeds = [next(i for i in range(999) if prompts_of(env, [i]) == [f"Say {text}."])
              for text in ("it", "1", "2")]  # fmt: skip
     steps = scored(spec, ["a", "a", "a"], seeds)
-    assert [isinstance(step, Exception) for step in steps] == [i < len(errors) for i in range(3)]
-    assert all(f"{functions}: {error}" in str(step) or error in str(step)
-               for step, error in zip(steps, errors, strict=False))  # fmt: skip
+    for step, error in zip(steps, errors, strict=False):
+        assert isinstance(step, Exception) and re.search(error, str(step))
     assert all(step.reward == 1 for step in steps[len(errors) :])
 
 
 def test_each_completion_and_each_function_has_lists_of_its_own():
-    """Also those of one row, as TRL's data loader makes them."""
-    write("chats.jsonl", [{"prompt": [USER], "left": [1, 2], "n": n} for n in range(40)])
+    """Also those of one row, as TRL's data loader makes them; and both names of the prompt."""
+    write("chats.jsonl", [{"question": [USER], "left": [1, 2], "n": n} for n in range(40)])
     for _ in range(2):
-        steps = scored(spec_of("takes sees", "chats.jsonl"), ["a", "b", "c"])
+        steps = scored(spec_of("takes sees", "chats.jsonl", prompt="question"), ["a", "b", "c"])
         assert [step.reward for step in steps] == [pytest.approx(4.2)] * 3
-    assert make(spec_of("sees", "chats.jsonl")).reset(3) == [USER]
-
-
-def test_functions_read_the_column_of_the_prompt_under_both_names():
-    write("asked.jsonl", [{"question": row["prompt"]} for row in ROWS])
-    [step] = scored(spec_of("same", "asked.jsonl", prompt="question"), ["a"])
-    assert step.reward == 1
+    assert make(spec_of("sees", "chats.jsonl", prompt="question")).reset(3) == [USER]
 
 
 def test_a_cell_of_a_notebook_that_runs_again_defines_its_function_anew():
@@ -232,23 +221,19 @@ def test_a_cell_of_a_notebook_that_runs_again_defines_its_function_anew():
 ])  # fmt: skip
 def test_about_one_prompt_in_eight_is_held_out(texts, num_held_out):
     found = rewarded.held_out_of(texts)
-    assert sum(found) == num_held_out and found == rewarded.held_out_of(texts)
-    if num_held_out == 52:
-        assert found == [*map(is_held_out, texts)]
+    assert sum(found) == num_held_out
+    assert (found == [*map(is_held_out, texts)]) is (num_held_out == 52)
 
 
 def test_rows_are_split_by_content():
     env = make(spec_of("zero"))
     held_out = [row["prompt"] for row in ROWS if is_held_out(row["prompt"])]
-    assert 3 < len(held_out) < 20
     assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # in their order, each once
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
     tasks = eval_tasks([spec_of("zero"), "letter_counting"], 256)  # each row once
     assert len(tasks) == len(held_out) + 256
-
-
-def test_prompts_that_differ_in_white_space_have_the_same_use():
+    # white space makes no other prompt
     programs = [f"if a:\n    b = {n}\n{indent}c()" for n in range(80) for indent in ("", "    ")]
     write("shapes.jsonl", [{"prompt": text} for text in programs])
     env = make(spec_of("zero", "shapes.jsonl"))
@@ -283,17 +268,18 @@ def test_rows_of_one_prompt_are_tasks_and_too_few_are_for_both_uses(capsys):
 
 @pytest.mark.parametrize("others", [[], ["snake"]])
 def test_a_run_may_go_through_the_rows_shuffled(others):
-    used = [row["prompt"] for row in ROWS if not is_held_out(row["prompt"])]
+    write("few.jsonl", ROWS[:20])
+    used = [row["prompt"] for row in ROWS[:20] if not is_held_out(row["prompt"])]
 
     def drawn(order, seed, num_prompts):
         """The prompts of two passes over the rows."""
-        spec = spec_of("zero", order=order)
+        spec = spec_of("zero", "few.jsonl", order=order)
         rewarded.begin_run(RunInfo([spec], [spec], seed=seed))
         envs = [EnvSpec.read(e) for e in [spec, *others]]
         updates = range(1, 1 + 2 * len(used))
         tasks = [t for u in updates for t in train_tasks(envs, seed, u, num_prompts, 1)]
         seeds = [task.seed for task in tasks if str(task.env) == spec]
-        return prompts_of(make(spec), seeds)[: 2 * len(used)]
+        return prompts_of(make(spec), seeds[: 2 * len(used)])
 
     first = drawn("shuffled", 0, 3)
     assert first == drawn("shuffled", 0, 4) and first != drawn("shuffled", 1, 3)
@@ -318,23 +304,22 @@ def test_local_files_of_other_kinds_are_rows_too(datasets):
     Path("b.csv").write_bytes(b"\xef\xbb\xbf" + Path("a.csv").read_bytes())  # as Excel writes it
     Path("a.tsv").write_text(Path("a.csv").read_text().replace(",", "\t"))
     Path("a.json").write_text(json.dumps(ROWS, indent=1))
-    Path("data.json").write_text(json.dumps({"version": "1", "data": ROWS}, indent=1))
-    Path("two.json").write_text(json.dumps({"test": ROWS[:1], "train": ROWS}, indent=1))
     Path("a.jsonl").write_text(Path("rows.jsonl").read_text(), encoding="utf-8-sig")
     expected = make(spec_of("two")).train
-    for file in "a.csv b.csv a.tsv a.parquet a.json a.jsonl data.json two.json splits".split():
+    for file in "a.csv b.csv a.tsv a.parquet a.json a.jsonl splits".split():
         found = make(spec_of("two", file)).train
         of_text = file.endswith("sv")
         assert found == [row | {"n": str(row["n"])} if of_text else row for row in expected]
         assert [row.place for row in found] == [f"{file}:{int(row['n']) + 1}" for row in found]
-    assert make(spec_of("two", "two.json", split="test")).train == ROWS[:1]
-    for file in ("splits", "two.json", "a.csv"):
+    assert make(spec_of("two", "splits", split="test")).train == ROWS[:1]
+    for file in ("splits", "a.json", "a.jsonl", "a.csv", "a.parquet"):
         with pytest.raises(UsageError, match="has no split 'dev'"):
             make(spec_of("two", file, split="dev"))
 
 
 def test_values_are_those_of_the_file(datasets):
-    """A CSV has texts; parquet gives the call of each row the arguments of all, as null."""
+    """A CSV has texts; parquet gives the call of each row the arguments of all, as null, and what
+    is no picture."""
     texts = ["NA", "None", "007", "1.50", ""]
     Path("a.csv").write_text("prompt,answer\n" + "".join(f"{t}?,{t}\n" for t in texts))
     env = make(spec_of("two", "a.csv"))
@@ -344,10 +329,13 @@ def test_values_are_those_of_the_file(datasets):
         call = {"type": "function", "function": {"name": "look", "arguments": arguments[i % 2]}}
         chat = [{"role": "user", "content": f"{i}?"}]
         chat += [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        rows.append({"prompt": [*chat, {"role": "tool", "content": "found"}]})
-    datasets.Dataset.from_list(rows).to_parquet("a.parquet")
+        rows.append({"prompt": [*chat, {"role": "tool", "content": "found"}], "n": i})
+    table = datasets.Dataset.from_list(rows)
+    pictures = table.add_column("image", [{"bytes": b"none", "path": None}] * 40)
+    pictures.cast_column("image", datasets.Image()).to_parquet("a.parquet")
     write("a.jsonl", rows)
     parquet, lines = (make(spec_of("two", f"a.{kind}")).train for kind in ("parquet", "jsonl"))
+    assert [row.pop("image") for row in parquet] == [{"bytes": b"none", "path": None}] * len(lines)
     assert parquet == lines
 
 
@@ -355,9 +343,7 @@ def test_values_are_those_of_the_file(datasets):
     ("data=none.csv,reward=rewards.py:two", "no file none.csv"), ("data=rows.jsonl", "set data="),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
     ("data=rows.jsonl,reward=rewards.py", "FILE.py:"),
-    ("data=rows.jsonl,reward=rewards.py:get_shorter(max_len=9)", "write `made = "),
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
-    ("data=rows.jsonl,reward=rewards.py:two,name=my set", "name=gsm8k"),
     ("data=rows.jsonl,reward=rewards.py:two second.py:two", "the name of two"),
     ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2"),
@@ -375,50 +361,16 @@ def test_an_invalid_option_is_one_line(options, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-FEW = "--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4 --num-updates".split()
-
-
-def rows_of(run):
-    return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
-
-
-def test_an_answer_that_no_function_judges_is_left_out_of_its_group(command):
-    """Where all others of its group earn the same there is no gradient; so it is with TRL."""
-    Path("judge.py").write_text(
-        "def judged(completions):\n"
-        "    return [None if i % 2 else -1.0 for i in range(len(completions))]\n"
-    )
-    spec = "rewarded:data=rows.jsonl,reward=judge.py:judged"
-    assert command("--env", spec, *FEW, 1, "--run-name", "a")[0] == 0
-    first, update = read_records(Path("runs/a/metrics.jsonl"))
-    assert update["episodes/no_reward"] == 0.5 and update["episodes/failed"] == 0
-    assert (update["reward/mean"], update["grad/norm"]) == (-1, 0)
-    assert first[f"eval/{spec}/return_mean"] == -1 and f"eval/{spec}/failed" not in first
-    errors = [row.get("error") or "" for row in rows_of("runs/a") if row["kind"] == "train"]
-    assert sum("NoReward" in error for error in errors) == 4
-
-
 OF_TINY = "<|user|>{}<|end|><|assistant|>Let me think.<think>"
 OF_OTHERS = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nLet me think.\n<think>"
 
 
-@pytest.mark.parametrize("rendered", [OF_TINY, OF_OTHERS])
-def test_a_prompt_with_the_template_around_it_is_refused_or_taken_as_it_is(command, rendered):
-    """With raw=true its ids are those of the text, as in TRL; else it would be rendered twice."""
-    write("rendered.jsonl", [{"prompt": rendered.format(n), "answer": "1"} for n in range(60)])
-    quoted = "Is <|im_end|> or <|end|> after <|user|>? {}"
-    write("quoted.jsonl", [{"prompt": quoted.format(n), "answer": ""} for n in range(60)])
-    code, _, err = command("--env", spec_of("accuracy", "rendered.jsonl"), *FEW, 1)
-    assert code == 2 and "add raw=true" in err
-    assert command("--env", spec_of("accuracy", "quoted.jsonl"), *FEW, 1)[0] == 0
-    raw = spec_of("accuracy", "rendered.jsonl", raw="true")
-    code, _, err = command("--env", raw, *FEW, 1, "--system-prompt", "Be brief.")
-    assert code == 2 and "a raw prompt has no system message" in err
-
-
 def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
+    """As in TRL; with the template around it, it would be rendered twice."""
     policy = load_small(PRETRAINED)
     render, tokenizer = Renderer(policy).opening_ids, policy.tokenizer
+    assert is_rendered(OF_TINY) and is_rendered(OF_OTHERS)
+    assert not is_rendered("Is <|im_end|> or <|end|> after <|user|>? 5")
     text = OF_TINY.format("1 + 1?")
     ids = render([{"role": "raw", "content": text}], [])
     assert ids == tokenizer(text).input_ids and tokenizer.decode(ids) == text
@@ -429,34 +381,52 @@ def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
 
 
 def test_a_base_model_without_a_template_is_trained_on_raw_prompts(command):
+    """An answer that no function judges is left out of its group. Where all others of its group
+    earn the same there is no gradient; so it is with TRL."""
+    write("rendered.jsonl", [{"prompt": OF_TINY.format(n)} for n in range(60)])
+    flags = "--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4 --num-updates 1"
+    spec, raw = (spec_of("judged", "rendered.jsonl", raw=raw) for raw in ("false", "true"))
+    code, _, err = command("--env", spec, *flags.split())
+    assert code == 2 and "add raw=true" in err
+    code, _, err = command("--env", raw, *flags.split(), "--system-prompt", "Be brief.")
+    assert code == 2 and "a raw prompt has no system message" in err
     write_tiny("tiny", "base", 0)
     Path("base/chat_template.jinja").unlink()
-    flags = [*FEW, 1, "--model-id", "base", "--run-name", "raw"]
-    code, _, err = command("--env", spec_of("accuracy"), *flags)
+    code, _, err = command("--env", spec_of("judged"), *flags.split(), "--model-id", "base")
     assert code == 2 and "the tokenizer has no chat template" in err
-    code, _, err = command("--env", spec_of("accuracy", raw="true"), *flags)
+    code, _, err = command("--env", raw, *flags.split(), "--model-id", "base", "--run-name", "a")
     assert code == 0, err
-    assert all(row["messages"][0]["role"] == "raw" for row in rows_of("runs/raw"))
+    rows = [json.loads(line) for line in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
+    assert all(row["messages"][0]["role"] == "raw" for row in rows)
+    first, update = read_records(Path("runs/a/metrics.jsonl"))
+    assert update["episodes/no_reward"] == 0.5 and update["episodes/failed"] == 0
+    assert (update["reward/mean"], update["grad/norm"]) == (-1, 0)
+    assert first[f"eval/{raw}/return_mean"] == -1 and f"eval/{raw}/failed" not in first
+    errors = [row.get("error") or "" for row in rows if row["kind"] == "train"]
+    assert sum("NoReward" in error for error in errors) == 4
 
 
-class Letters(Scripted):
-    """Answers the prompts of a batch with a, b, c, .."""
+class Lines(Scripted):
+    """Answers with these texts, one after the other."""
+
+    def __init__(self, policy, texts):
+        super().__init__(policy)
+        self.texts = [*texts]
 
     def complete(self, request):
-        self.answered = getattr(self, "answered", 0) + 1
-        return replace(super().complete(request), text="abcdefgh"[self.answered - 1])
+        return replace(super().complete(request), text=self.texts.pop(0))
 
 
 def play(policy, spec, others=()):
     """Rollouts of one batch, and the variables of the reward function's module."""
     tasks = [Task(spec, seed, seed) for seed in (1, 1, 2)] + [Task(env, 0, 9) for env in others]
-    rollouts = RolloutCollector(policy, 1).collect(tasks, Letters(policy), SamplingParams(4))
-    return rollouts, globals_of(spec)
+    lines = Lines(policy, "abcdefgh")
+    return RolloutCollector(policy, 1).collect(tasks, lines, SamplingParams(4)), globals_of(spec)
 
 
 def test_functions_are_called_once_per_batch_with_lists(policy):
     write("rows.jsonl", [*ROWS, {"prompt": "A row with another column.", "level": 5}])
-    others = ["letter_counting", spec_of("raises")]
+    others = ["letter_counting", spec_of("times")]
     rollouts, module = play(policy, spec_of("accuracy rank", weights="1 .5"), others)
     [(prompts, completions, answer, columns)] = module["calls"]
     assert prompts == [r.messages[0]["content"] for r in rollouts[:3]]
@@ -465,35 +435,23 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert [r.info["row"] for r in rollouts[:3]] == [f"rows.jsonl:{int(a) + 1}" for a in answer]
     assert columns["n"] == list(map(int, answer)) and columns["level"] == [None] * 3
     assert [r.episode_return for r in rollouts[:3]] == [0.0, 0.5, 1.0]  # compared with the others
-    assert [r.error[:27] for r in rollouts] == [""] * 4 + ["RuntimeError: raises: KeyEr"]
+    assert [r.error[:27] for r in rollouts] == [""] * 4 + ["RuntimeError: times: TypeErr"[:27]]
 
 
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
+    """A completion is what was sampled, without the beginning that the prompt gives."""
     rewarded.begin_run(RunInfo((), (), 7, 3))
-    rollouts, module = play(policy, spec_of("trl array"))
-    sampled = [r.turns[0].completion_ids for r in rollouts]
-    assert module["calls"] == [(sampled, 3, 7)] and all(sampled)
-    assert all(re.fullmatch(r"rows.jsonl:\d+", r.info.pop("row")) for r in rollouts)
-    assert [r.info for r in rollouts] == [
-        {"share": 1.0, "seen": 1.0, "letter": letter, "scores": [1.0, 1.0], "correct": True,
-         "reward_trl": 1.0, "reward_array": float(n)} for n, letter in enumerate("ABC")
-    ]  # fmt: skip
-
-
-def test_a_completion_is_what_was_sampled_without_the_prefill(policy):
-    Path("prefill.py").write_text(
-        "calls = []\n"
-        "def f(prompts, completions, completion_ids):\n"
-        "    calls.append((prompts, completions, completion_ids))\n"
-        "    return [1.0 for _ in completions]\n"
-    )
     begun = {"role": "assistant", "content": "<think>One"}
     write("begun.jsonl", [{"prompt": [USER, begun]}])
-    rollouts, module = play(policy, "rewarded:data=begun.jsonl,reward=prefill.py:f")
-    [(prompts, completions, ids)] = module["calls"]
-    assert prompts == [[USER, begun]] * 3
-    assert completions == [[{"role": "assistant", "content": text}] for text in "abc"]
-    assert ids == [r.turns[0].completion_ids for r in rollouts]
+    rollouts, module = play(policy, spec_of("trl array", "begun.jsonl"))
+    said = [[{"role": "assistant", "content": text}] for text in "abc"]
+    sampled = [r.turns[0].completion_ids for r in rollouts]
+    assert module["calls"] == [(said, sampled, 3, 7)] and all(sampled)
+    assert [r.info for r in rollouts] == [
+        {"row": "begun.jsonl:1", "share": 1.0, "seen": 1.0, "letter": letter, "scores": [1.0, 1.0],
+         "correct": True, "reward_trl": 1.0, "reward_array": float(n)}
+        for n, letter in enumerate("ABC")
+    ]  # fmt: skip
     assert [r.messages[-1]["content"] for r in rollouts] == [f"<think>One{text}" for text in "abc"]
 
 
@@ -525,17 +483,6 @@ def used(prompts, completions, **columns):
 COUNTING = ("rewarded:data=goals.jsonl,reward=counter.py:reached counter.py:used,"
             "tools=counter.py:multiply,environment=counter.py:Odd")  # fmt: skip
 TWO_CALLS = call_text("add", by=2) + call_text("multiply", a=2, b=3)
-
-
-class Lines(Scripted):
-    """Answers with these texts, one after the other."""
-
-    def __init__(self, policy, texts):
-        super().__init__(policy)
-        self.texts = [*texts]
-
-    def complete(self, request):
-        return replace(super().complete(request), text=self.texts.pop(0))
 
 
 @pytest.mark.parametrize(("last", "num_calls", "total"), [

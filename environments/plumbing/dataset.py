@@ -28,10 +28,10 @@ def read_rows(data: str, configuration: str, split: str) -> list[tuple[int, Row]
     if not data.endswith(FILES):
         return [*enumerate(read_hub(os.path.expanduser(data), configuration or None, split), 1)]
     file = find_file(data)
-    if data.endswith((".jsonl", ".json")):
-        return _read_json(file, split)
     if split != "train":
         raise UsageError(f"{data} has no split {split!r}: it is one file")
+    if data.endswith((".jsonl", ".json")):
+        return _read_json(file)
     if data.endswith((".csv", ".tsv")):
         csv.field_size_limit(sys.maxsize)
         with file.open(encoding="utf-8-sig", newline="") as lines:
@@ -57,36 +57,21 @@ def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
     return _as_stored(rows)
 
 
-def _read_json(file: Path, split: str) -> list[tuple[int, Row]]:
-    """The objects of lines of JSON, of one array, or of an array in an object: {"data": [..]}."""
-    text, whole = file.read_text(encoding="utf-8-sig"), None
-    if text.lstrip().startswith("[") or file.suffix == ".json":
+def _read_json(file: Path) -> list[tuple[int, Row]]:
+    """The objects of one array of JSON, or of lines of it."""
+    text, rows = file.read_text(encoding="utf-8-sig"), list[tuple[int, Any]]()
+    if text.lstrip().startswith("["):
         with suppress(ValueError):
-            whole = json.loads(text)
-    if isinstance(whole, dict):
-        lists = {name: value for name, value in whole.items() if _are_rows(value)}
-        whole = lists.get(split, next(iter(lists.values()), None) if len(lists) == 1 else None)
-        if len(lists) > 1 and whole is None:
-            raise UsageError(f"{file.name} has no split {split!r}; it has {', '.join(lists)}")
-    if whole is not None and _are_rows(whole):
-        return [*enumerate(whole, 1)]
-    rows: list[tuple[int, Row]] = []
-    for number, line in enumerate(text.split("\n"), 1):
+            rows = [*enumerate(json.loads(text), 1)]
+    for number, line in enumerate(text.split("\n"), 1) if not rows else ():
         if line.strip():
-            row = None
+            rows.append((number, None))
             with suppress(ValueError):
-                row = json.loads(line)
-            if not isinstance(row, dict):
-                raise UsageError(f"{file.name}, line {number}: not a JSON object")
-            rows.append((number, row))
+                rows[-1] = number, json.loads(line)
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise UsageError(f"{file.name}, line {number}: not a JSON object")
     return rows
-
-
-def _are_rows(value: Any) -> bool:
-    """Whether it is a list of objects, and not the messages of one prompt."""
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(entry, dict) and "role" not in entry for entry in value
-    )  # fmt: skip
 
 
 def _as_stored(rows: Any) -> list[Row]:
