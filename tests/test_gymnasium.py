@@ -1,6 +1,7 @@
 """Gymnasium environments as text."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,8 @@ from core.faults import UsageError
 from environments.adapters.gymnasium import Gymnasium, extract_action
 from environments.adapters.gymnasium_players import (
     GAMES,
-    describe,
+    find_game,
+    json_actions,
     read_json_action,
     to_json,
 )
@@ -55,27 +57,32 @@ def test_without_memory_each_message_is_fresh_and_repeats_the_rules():
     assert not env.step("up?").fresh  # the hint refers to the message before it
 
 
-@pytest.mark.parametrize(
-    ("space", "text", "valid", "invalid"),
-    [
-        (spaces.Box(0, 255, (2,), np.uint8), "[0 to 255, 0 to 255]", "[0, 255]",
-         ["[0, 256]", "[[0, 1]]", "[0]", '"a"', "null", "{}", "[[0], 1]"]),
-        (spaces.Box(0, np.inf, (1,)), "[0 to inf]", "0.5", ["[-2]", "[NaN]", "[[0.5]]"]),
-        (spaces.MultiDiscrete([2, 3]), "[0 to 1, 0 to 2]", "[1, 2]", ["[2, 0]", "1"]),
-        (spaces.Text(3), "a text of at most 3 characters", '"go7"', ['"go on"', '"go!"', "[7]"]),
-        (spaces.Dict(say=spaces.Text(9), times=spaces.Discrete(3)),
-         '{"say": a text of at most 9 characters, "times": 0 to 2}', '{"say": "go", "times": 2}',
-         ['{"say": "go"}', '{"say": "go", "times": 3}', '{"say": 1, "times": 1}', '"go"']),
-    ],
-)  # fmt: skip
-def test_json_action_is_checked_against_its_space(space, text, valid, invalid):
-    assert describe(space) == text
+@pytest.mark.parametrize(("space", "valid", "invalid"), [
+    (spaces.Box(0, 255, (2,), np.uint8), "[0, 255]",
+     ["[0, 256]", "[[0, 1]]", "[0]", '"a"', "null", "{}", "[[0], 1]"]),
+    (spaces.Box(0, np.inf, (1,)), "0.5", ["[-2]", "[NaN]", "[[0.5]]"]),
+    (spaces.MultiDiscrete([2, 3]), "[1, 2]", ["[2, 0]", "1"]),
+    (spaces.Text(3), '"go7"', ['"go on"', '"go!"', "[7]"]),
+    (spaces.Dict(say=spaces.Text(9), times=spaces.Discrete(3)), '{"say": "go", "times": 2}',
+     ['{"say": "go"}', '{"say": "go", "times": 3}', '{"say": 1, "times": 1}', '"go"']),
+])  # fmt: skip
+def test_json_action_is_checked_against_its_space(space, valid, invalid):
     for response in (f'so {{"action": {valid}}}', f"<action>{valid}</action>"):
-        action = read_json_action(space, response)
+        action = json_actions(space)["read"](response)
         assert space.contains(action)
     assert space.contains(read_json_action(space, to_json(action)))
     for value in invalid:
         assert read_json_action(space, f'{{"action": {value}}}') is None, value
+
+
+def test_a_space_that_no_json_expresses_and_a_picture_are_refused():
+    with pytest.raises(UsageError, match="are not read from text"):
+        json_actions(spaces.Graph(spaces.Discrete(2), spaces.Discrete(2)))
+    screen = spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    picture = SimpleNamespace(spec=SimpleNamespace(id="Racer"), observation_space=screen,
+                              action_space=spaces.Discrete(2))  # fmt: skip
+    with pytest.raises(UsageError, match="observes images"):
+        find_game(picture)
 
 
 GAME = """
@@ -121,7 +128,7 @@ def test_an_environment_without_words_has_the_rules_of_its_docstring_and_numbers
 
 def test_continuous_actions_are_read_and_guessed_as_json():
     env = make("gymnasium:id=Pendulum-v1,max_steps=2")
-    hint = 'End with JSON: {"action": [-2 to 2]}'
+    hint = 'End with JSON: {"action": ..}, which is of Box(-2.0, 2.0, (1,), float32).'
     assert f"{hint}\n" in env.reset(0)[0]["content"]
     assert env.step('{"action": [3]}').message["content"] == hint
     assert env.demonstrate() is None and env.trivial() is None

@@ -35,7 +35,6 @@ from environments.adapters.gymnasium_players import (
     Game,
     find_game,
     format_hint,
-    json_actions,
     to_action,
     to_json,
 )
@@ -150,16 +149,11 @@ class Gymnasium(Env):
 
 def load_words(words: str, env: Any) -> Game:
     """Returns the Game that `words` (module:GAME or file.py:GAME) names, by default the one of
-    `find_game`. Raises UsageError if it cannot be imported, or is no Game."""
-    if not words:
-        return find_game(env)
-    game = import_attribute(words)
-    if not isinstance(game, Game):
-        raise UsageError(f"words={words} names no Game")
-    if game.read or game.actions:
-        return game
-    actions = json_actions(env.action_space)
-    return game._replace(read=actions["read"], hint=game.hint or actions["hint"])
+    `find_game`. Raises UsageError if it cannot be imported, or is no Game that reads actions."""
+    game = import_attribute(words) if words else find_game(env)
+    if not isinstance(game, Game) or not (game.read or game.actions):
+        raise UsageError(f"words={words} names no Game with `read` or `actions`")
+    return game
 
 
 def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,11 +26,10 @@ import numpy as np
 
 from environments.base import UsageError
 from environments.parsing import read_action
-from environments.plumbing.installed import import_library
 
 MAX_RULES = 4000  # characters of a docstring
 MAX_SHOWN = 10_000  # characters of an observation; more is an image
-MAX_SPELLED = 16  # actions, and numbers of an action, that are listed one by one
+MAX_SPELLED = 16  # actions that are listed one by one
 RULES_SECTIONS = ("Description", "Action", "Observation", "Reward")
 SECTION = re.compile(r"^\s*#{2,3} +", re.MULTILINE)
 STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stick}
@@ -123,28 +123,13 @@ def docstring_rules(doc: str | None) -> str:
 
 def json_actions(space: Any) -> dict[str, Any]:
     """Returns `read` and `hint` of a Game whose actions are JSON values of `space`; where they are
-    texts, also whole responses."""
-    hint = f'End with JSON: {{"action": {describe(space)}}}'
-    if type(space).__name__ == "Text":
-        hint = f"Answer with {describe(space)}."
-    return {"read": partial(read_json_action, space), "hint": hint}
-
-
-def describe(space: Any) -> str:
-    """Returns the JSON values that are in an action space, such as [-1 to 1, -1 to 1]. Raises
-    UsageError for other spaces."""
-    spaces = import_library("gymnasium").spaces
-    if isinstance(space, spaces.Text):
-        return f"a text of at most {space.max_length} characters"
-    if isinstance(space, spaces.Dict):
-        return f"{{{', '.join(f'{json.dumps(k)}: {describe(s)}' for k, s in space.items())}}}"
-    if isinstance(space, spaces.Box):
-        return _ranges(space.low, space.high)
-    if isinstance(space, spaces.MultiBinary):
-        return _ranges(np.zeros(space.shape), np.ones(space.shape))
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        counts = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        return _ranges(space.start, space.start + counts - 1)
+    texts, also whole responses. Raises UsageError if an action cannot be written as JSON."""
+    with suppress(TypeError):
+        if read_json_action(space, to_json(space.sample())) is not None:
+            hint = f'End with JSON: {{"action": ..}}, which is of {space}.'
+            if type(space).__name__ == "Text":
+                hint = f"Answer with a text of at most {space.max_length} characters."
+            return {"read": partial(read_json_action, space), "hint": hint}
     raise UsageError(f"actions of the space {space} are not read from text: words=module:GAME can")
 
 
@@ -155,16 +140,14 @@ def read_json_action(space: Any, response: str) -> Any:
     def convert(value: Any) -> Any:
         action = to_action(space, value)
         if action is None and isinstance(value, str):  # between tags
-            try:
+            with suppress(ValueError, RecursionError):
                 action = to_action(space, json.loads(value))
-            except (ValueError, RecursionError):
-                return None
         return None if action is None else (action,)  # an array has no truth value
 
     found = read_action(response, "action", convert)
-    if found is None:
-        return to_action(space, response.strip()) if type(space).__name__ == "Text" else None
-    return found[0]
+    if found is None and type(space).__name__ == "Text":
+        found = convert(response.strip())
+    return found and found[0]
 
 
 def to_action(space: Any, value: Any) -> Any:
@@ -183,16 +166,6 @@ def to_action(space: Any, value: Any) -> Any:
 def to_json(action: Any) -> str:
     """Returns an action as JSON, which `read_json_action` reads."""
     return json.dumps({"action": action}, default=lambda value: value.tolist())
-
-
-def _ranges(low: Any, high: Any) -> str:
-    """Returns the ranges of an array as nested lists, or its shape and range if it is large."""
-    low, high = np.asarray(low), np.asarray(high)
-    if low.size > MAX_SPELLED:
-        return f"{low.shape} numbers, {_ranges(low.min(), high.max())}"
-    if low.ndim > 0:
-        return f"[{', '.join(_ranges(a, b) for a, b in zip(low, high, strict=True))}]"
-    return f"{low:g} to {high:g}"
 
 
 def cartpole(observation: Any) -> int:
