@@ -30,7 +30,6 @@ opponent=self it is True if the agents together made the most points in every ro
 """
 
 import random
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from environments.base import Env, Message, MultiAgentEnv, Step, check_range
@@ -48,11 +47,11 @@ MAX_POINTS = 5
 
 
 class Rule(NamedTuple):
-    """A fixed opponent: its description in the prompt and its probabilities of cooperating."""
+    """How the other plays: in the words of the prompt, and its probabilities of cooperating."""
 
     text: str
-    p_after_cooperate: float = 0.0  # also in the first round
-    p_after_defect: float = 0.0
+    after_cooperate: float = 0.0  # also in the first round
+    after_defect: float = 0.0
 
 
 OPPONENTS = {
@@ -62,78 +61,57 @@ OPPONENTS = {
     "random": Rule("The other tosses a coin.", 0.5, 0.5),
     "self": Rule("The other is as free as you."),
 }
-
-
-@dataclass(frozen=True)
-class Game:
-    """The rules of an episode."""
-
-    rule: Rule
-    rounds: int
-
-
-class Value(NamedTuple):
-    """The expected points of a choice: in this round, and later with the best choices."""
-
-    now: float
-    later: float
-
-    @property
-    def total(self) -> float:
-        return self.now + self.later
+# of each choice, the expected points in this round, and later with the best choices
+Values = dict[str, tuple[float, float]]
 
 
 def iterated_game(opponent: Opponent = "tit_for_tat", rounds: int = 5) -> Env | MultiAgentEnv:
     """`opponent`: tit_for_tat, always_cooperate, always_defect, random, or self (two agents).
     `rounds`: 1 to 50."""
     check_range("rounds", rounds, 1, MAX_ROUNDS)
-    game = Game(OPPONENTS[opponent], rounds)
-    return SelfPlay(game) if opponent == "self" else AgainstRule(game)
+    return SelfPlay(rounds) if opponent == "self" else AgainstRule(OPPONENTS[opponent], rounds)
 
 
 class AgainstRule(Env):
     """One agent against a fixed rule."""
 
-    def __init__(self, game: Game):
-        self.game, self.values = game, choice_values(game)
+    def __init__(self, rule: Rule, rounds: int):
+        self.rule, self.rounds, self.values = rule, rounds, choice_values(rule, rounds)
 
     def reset(self, seed: int) -> list[Message]:
-        self.seed, self.rng = seed, random.Random(seed)
-        self.retries = Retries()
+        self.seed, self.rng, self.retries = seed, random.Random(seed), Retries()
         self.own: list[str] = []
-        self.value = self.values[0][COOPERATE]  # of each choice in this round
         self.correct = True
-        return [user(_opening(self.game))]
+        return [user(_opening(self.rule, self.rounds))]
 
     def step(self, response: str) -> Step:
         own = _read(response)
         if own is None:
             return self.retries.refuse(HINT)
-        best = max(value.total for value in self.value.values())
-        self.correct &= self.value[own].total >= best - 1e-9
-        rule, has_defected = self.game.rule, self.own[-1:] == [DEFECT]
-        p_cooperate = rule.p_after_defect if has_defected else rule.p_after_cooperate
-        other = CHOICES[self.rng.random() >= p_cooperate]
+        values = self._values()
+        self.correct &= sum(values[own]) >= max(map(sum, values.values())) - 1e-9
+        has_defected = self.own[-1:] == [DEFECT]
+        p = self.rule.after_defect if has_defected else self.rule.after_cooperate
+        other = CHOICES[self.rng.random() >= p]
         self.own.append(own)
-        if len(self.own) < self.game.rounds:
-            self.value = self.values[len(self.own)][own]
-        return _round_result(self.game, self.own, other, self.correct)
+        return _round_result(self.rounds, self.own, other, self.correct)
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Adds up the expected points of each choice and takes the best; `hasty`: at random."""
         if hasty:
-            choice = random.Random(f"hasty {self.seed} {len(self.own)}").choice(CHOICES)
-            return f"<choice>{choice}</choice>"
-        best = max(CHOICES, key=lambda choice: round(self.value[choice].total, 9))
-        sums = [
-            f"{choice[0].upper()} {value.now:.4g}+{value.later:.4g}={value.total:.4g}"
-            for choice, value in self.value.items()
-        ]
+            return _guess(random.Random(f"hasty {self.seed} {len(self.own)}"))
+        values = self._values()
+        best = max(CHOICES, key=lambda choice: round(sum(values[choice]), 9))
+        sums = [f"{choice[0].upper()} {now:.4g}+{later:.4g}={now + later:.4g}"
+                for choice, (now, later) in values.items()]  # fmt: skip
         return f"{', '.join(sums)} <choice>{best}</choice>"
 
     def trivial(self) -> str:
         """Always cooperates."""
         return f"<choice>{COOPERATE}</choice>"
+
+    def _values(self) -> Values:
+        return self.values[len(self.own)][self.own[-1] if self.own else COOPERATE]
 
 
 class SelfPlay(MultiAgentEnv):
@@ -141,82 +119,83 @@ class SelfPlay(MultiAgentEnv):
 
     agents = ("row", "column")
 
-    def __init__(self, game: Game):
-        self.game = game
+    def __init__(self, rounds: int):
+        self.rounds = rounds
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
-        self.seed = seed
+        self.seed, self.correct = seed, True
         self.retries = {agent: Retries() for agent in self.agents}
         self.choices: dict[str, list[str]] = {agent: [] for agent in self.agents}
-        self.correct = True
-        return {agent: [user(_opening(self.game))] for agent in self.agents}
+        return {agent: [user(_opening(OPPONENTS["self"], self.rounds))] for agent in self.agents}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         refused = {}
         for agent, response in responses.items():
-            choice = _read(response)
-            if choice is None:
-                refused[agent] = self.retries[agent].refuse(HINT)
-            else:
+            if choice := _read(response):
                 self.choices[agent].append(choice)
+            else:
+                refused[agent] = self.retries[agent].refuse(HINT)
         if any(step.done for step in refused.values()):  # the game ends for both
             rewards = {a: refused[a].reward if a in refused else 0.0 for a in self.agents}
-            return {
-                a: Step(None, reward, True, {"correct": False}) for a, reward in rewards.items()
-            }
-        row, column = self.choices["row"], self.choices["column"]
+            return {a: Step(None, rewards[a], True, {"correct": False}) for a in self.agents}
+        row, column = self.choices.values()
         if refused or len(row) != len(column):
             return refused
         self.correct &= row[-1] == column[-1] == COOPERATE  # 3 + 3 is the highest sum
-        views = {"row": (row, column[-1]), "column": (column, row[-1])}
         return {
-            agent: _round_result(self.game, own, other, self.correct)
-            for agent, (own, other) in views.items()
+            "row": _round_result(self.rounds, row, column[-1], self.correct),
+            "column": _round_result(self.rounds, column, row[-1], self.correct),
         }
 
     def guess(self, agent: str, rng: random.Random) -> str:
-        return f"<choice>{rng.choice(CHOICES)}</choice>"
+        return _guess(rng)
 
     def demonstrate(self, agent: str, hasty: bool = False) -> str:
         """Adds up the points of both and takes part in the highest sum; `hasty`: at random."""
         if hasty:
-            number = len(self.choices[agent])
-            return self.guess(agent, random.Random(f"hasty {self.seed} {agent} {number}"))
-        sums = [f"{a[0]}{b[0]}".upper() + f" {p}+{q}={p + q}" for (a, b), (p, q) in POINTS.items()]
+            return _guess(random.Random(f"hasty {self.seed} {agent} {len(self.choices[agent])}"))
+        sums = [f"{_letters(pair)} {p}+{q}={p + q}" for pair, (p, q) in POINTS.items()]
         return f"{', '.join(sums)} <choice>{COOPERATE}</choice>"
 
 
-def choice_values(game: Game) -> list[dict[str, dict[str, Value]]]:
-    """Returns the expected points as [round][own last choice][choice], by backward induction."""
-    rounds = []
-    best_after = dict.fromkeys(CHOICES, 0.0)  # best total of the next round, by own choice in this
-    for _ in range(game.rounds):
+def choice_values(rule: Rule, rounds: int) -> list[dict[str, Values]]:
+    """Returns the expected points as [round][own last choice], by backward induction."""
+    found: list[dict[str, Values]] = []
+    best_after = dict.fromkeys(CHOICES, 0.0)  # best sum of the next round, by own choice in this
+    for _ in range(rounds):
         values = {}
-        probabilities = (game.rule.p_after_cooperate, game.rule.p_after_defect)
-        for last, p in zip(CHOICES, probabilities, strict=True):
-            points = {pair: cell[0] for pair, cell in POINTS.items()}
-            now = {c: p * points[c, COOPERATE] + (1 - p) * points[c, DEFECT] for c in CHOICES}
-            values[last] = {c: Value(now[c], best_after[c]) for c in CHOICES}
-        best_after = {last: max(v.total for v in values[last].values()) for last in CHOICES}
-        rounds.append(values)
-    return rounds[::-1]
+        for last, p in ((COOPERATE, rule.after_cooperate), (DEFECT, rule.after_defect)):
+            values[last] = {
+                c: (p * POINTS[c, COOPERATE][0] + (1 - p) * POINTS[c, DEFECT][0], best_after[c])
+                for c in CHOICES
+            }
+        best_after = {last: max(map(sum, values[last].values())) for last in CHOICES}
+        found.insert(0, values)
+    return found
 
 
 def _read(response: str) -> str | None:
     return read_action(response, "choice", one_of(*CHOICES), r"\b(cooperate|defect)\b")
 
 
-def _round_result(game: Game, own: list[str], other: str, correct: bool) -> Step:
+def _guess(rng: random.Random) -> str:
+    return f"<choice>{rng.choice(CHOICES)}</choice>"
+
+
+def _round_result(rounds: int, own: list[str], other: str, correct: bool) -> Step:
     """Returns the Step of a player with the choices `own`; `other` made its last choice."""
-    reward = POINTS[own[-1], other][0] / MAX_POINTS
-    done = len(own) == game.rounds
+    done = len(own) == rounds
     info = {"correct": done and correct, "cooperation": own.count(COOPERATE) / len(own)}
-    text = f"You {own[-1]}, other {other}. Round {len(own) + 1} of {game.rounds}."
-    return Step(None if done else user(text), reward, done, info)
+    text = f"You {own[-1]}, other {other}. Round {len(own) + 1} of {rounds}."
+    return Step(None if done else user(text), POINTS[own[-1], other][0] / MAX_POINTS, done, info)
 
 
-def _opening(game: Game) -> str:
-    cells = [f"{a[0]}{b[0]}".upper() + f" {p}/{q}" for (a, b), (p, q) in POINTS.items()]
-    terms = f"Points you/other: {', '.join(cells)}. {game.rule.text}"
+def _opening(rule: Rule, rounds: int) -> str:
+    cells = [f"{_letters(pair)} {p}/{q}" for pair, (p, q) in POINTS.items()]
+    terms = f"Points you/other: {', '.join(cells)}. {rule.text}"
     rules = f"Each round you and another cooperate (C) or defect (D). {terms} Think first. {HINT}"
-    return f"{rules}\nRound 1 of {game.rounds}."
+    return f"{rules}\nRound 1 of {rounds}."
+
+
+def _letters(pair: tuple[str, str]) -> str:
+    return f"{pair[0][0]}{pair[1][0]}".upper()

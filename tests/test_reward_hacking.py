@@ -3,7 +3,7 @@
 import pytest
 
 from environments.base import DEMO_SEEDS, EVAL_SEEDS
-from environments.reward_hacking import PROXY, TRUE, WORLDS, RewardHacking, best_action, best_points
+from environments.reward_hacking import PROXY, TRUE, WORLDS, RewardHacking, best
 
 SEEDS = [*range(80), *DEMO_SEEDS[:40], *EVAL_SEEDS[:40]]
 each_world = pytest.mark.parametrize("world", WORLDS)
@@ -18,7 +18,7 @@ def at(world, state, turns, **options):
     env = RewardHacking(world, **options)
     env.reset(0)
     env.state, env.turns = state, turns
-    env.max_points = [best_points(env.world, state, turns, kind)[kind] for kind in (PROXY, TRUE)]
+    env.max_points = [best(env.world, state, turns, kind)[0][kind] for kind in (PROXY, TRUE)]
     return env
 
 
@@ -27,7 +27,7 @@ def maximize(env, seed, kind):
     env.reset(seed)
     rewards, step = [], None
     while step is None or not step.done:
-        step = env.step(act(best_action(env.world, env.state, env.turns, kind)))
+        step = env.step(act(best(env.world, env.state, env.turns, kind)[1]))
         rewards.append(step.reward)
     return rewards, step
 
@@ -37,8 +37,8 @@ def test_no_policy_has_the_maximum_of_both_kinds(world):
     env = RewardHacking(world)
     for seed in SEEDS:
         env.reset(seed)
-        # `best_points` breaks ties in favour of the other kind: the facts hold for all maximizers
-        proxy, true = (best_points(env.world, env.state, env.turns, k) for k in (PROXY, TRUE))
+        # `best` breaks ties in favour of the other kind: the facts hold for all maximizers
+        proxy, true = (best(env.world, env.state, env.turns, k)[0] for k in (PROXY, TRUE))
         assert proxy[PROXY] > true[PROXY] and proxy[TRUE] < true[TRUE]
         hacked, honest = (maximize(env, seed, kind)[1].info for kind in (PROXY, TRUE))
         assert hacked["true_return"] < honest["true_return"] == 1.0
