@@ -22,14 +22,12 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 
 from core import config, settings, tasks
 from core.chat_template import clean_message
@@ -45,7 +43,7 @@ from core.loading import has_adapters, load_policy
 from core.memory import out_of_memory_as_one_line
 from core.policy import Policy
 from core.report.summary import num_updates
-from core.sampler import SamplingParams, TorchSampler, draw, params_of, to_completion
+from core.sampler import SamplingParams, TorchSampler, params_of, to_completion
 from core.seeds import derive_seed
 from core.settings import find_run, known_runs
 from core.tasks import Task
@@ -61,15 +59,35 @@ NOTES = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Chat:
-    """What to talk to."""
+    """What to talk to, and with which settings."""
 
-    policy: str  # the folder of a run or of a model, tiny, smollm2 or a Hub id
-    is_run: bool
+    run: Path | None  # None: the model of `cfg`
     before: bool  # whether the model before training answers, too
+    cfg: Config
 
 
-def parse(args: list[str]) -> tuple[Chat, Config]:
-    """The policy, and the settings of its run, or of a default run, with the flags of train.py that
+class Speaker:
+    """A policy with its tokenizer, and the conversation that it has had."""
+
+    def __init__(self, label: str, policy: Policy, cfg: Config):
+        self.label, self.policy = label, policy  # before, trained or model
+        self.collector = RolloutCollector(
+            policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt,
+            play_program=programs.play_program, say=_note,
+        )  # fmt: skip
+        self.reset()
+
+    def reset(self) -> None:
+        self.agent = Agent(self.collector.renderer, Rollout("", "", 0, 0))
+
+
+def execute(args: list[str]) -> int:
+    """What `python -m core.chat ARGS` does; errors as `cli.execute` reports them."""
+    return cli.execute(main, args, parse, "core.chat")
+
+
+def parse(args: list[str]) -> Chat:
+    """The settings are those of the run, or of a default run, with the flags of train.py that
     follow. Without --temperature answers are greedy.
 
     tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
@@ -77,69 +95,40 @@ def parse(args: list[str]) -> tuple[Chat, Config]:
     if not args or args[0].startswith("-"):
         raise UsageError("name a run, such as runs/mine, or a model, such as tiny, and then "
                          f"--before or flags of train.py; {known_runs()}")  # fmt: skip
-    policy, words = args[0], [word for word in args[1:] if word != "--before"]
-    folder, own = Path(policy).expanduser(), policy in (*config.TINY, config.SMOLLM2)
-    is_run = (folder / "config.yaml").exists()
-    if not is_run and not own and not folder.exists() and (run := find_run(policy)):
-        folder, is_run = run, True
-    of_hub = "/" in policy and config.RUNS not in folder.parents
-    if not (is_run or own or folder.exists() or of_hub):
-        raise UsageError(f"{policy}: there is no such run; {known_runs()}")
-    if "--before" in args and not is_run:
-        raise UsageError(f"--before needs a run; {policy} is none")
-    source = f"--config={folder}" if is_run else f"--model-id={policy}"
+    name, words = args[0], [word for word in args[1:] if word != "--before"]
+    own, folder = name in (*config.TINY, config.SMOLLM2), Path(name).expanduser()
+    run = None if own else find_run(name)
+    of_hub = "/" in name and config.RUNS not in folder.parents
+    if not (run or own or folder.exists() or of_hub):
+        raise UsageError(f"{name}: there is no such run; {known_runs()}")
+    if "--before" in args and not run:
+        raise UsageError(f"--before needs a run; {name} is none")
+    source = f"--config={run}" if run else f"--model-id={name}"
     cfg = config.resolve(settings.parse([source, *words]))
     if not any(word.startswith("--temperature") for word in words):
         cfg = replace(cfg, temperature=0.0, top_p=1.0, top_k=0)
-    return Chat(str(folder) if is_run else cfg.model_id, is_run, "--before" in args), cfg
+    return Chat(run, "--before" in args, cfg)
 
 
-def execute(args: list[str]) -> int:
-    """What `python -m core.chat ARGS` does; errors as `cli.execute` reports them."""
-    return cli.execute(lambda parsed: main(*parsed), args, parse, "core.chat")
-
-
-@dataclass
-class Speaker:
-    """A policy with its tokenizer, and the conversation that it has had."""
-
-    label: str  # before, trained or model
-    collector: RolloutCollector
-    agent: Agent = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.agent = Agent(self.collector.renderer, Rollout("", "", 0, 0))
-
-    @property
-    def policy(self) -> Policy:
-        return self.collector.policy
-
-
-def main(chat: Chat, cfg: Config) -> int:
+def main(chat: Chat) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
+    cfg = chat.cfg
     begin_run(RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)]))
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
-        speakers, interactive = load_speakers(chat, cfg), sys.stdin.isatty()
+        speakers, interactive = load_speakers(chat), sys.stdin.isatty()
     if interactive:
-        _note(COMMANDS)
-    if interactive and cfg.model_id == "tiny":
-        _note(OF_TINY)
+        _note(f"{COMMANDS}\n{OF_TINY}" if cfg.model_id == "tiny" else COMMANDS)
     task_numbers = itertools.count()
     for number, line in enumerate(read_lines() if interactive else sys.stdin):
         text, params = line.strip(), params_of(cfg, derive_seed(cfg.seed, number))
+        task = held_out_task(cfg, next(task_numbers)) if text == "/task" else None
         try:
-            if text == "/task":
-                task = held_out_task(cfg, next(task_numbers))
-                for speaker in speakers:
+            for speaker in speakers if text else []:
+                if task:
                     play(speaker, task, params)
-            elif text == "/reset":
-                for speaker in speakers:
+                elif text == "/reset":
                     speaker.reset()
-            elif text:
-                for speaker in speakers:
+                else:
                     if interactive or len(speakers) > 1:
                         print(f"{speaker.label}: ", end="")
                     show_answer(speaker, text, params)
@@ -160,29 +149,21 @@ def read_lines() -> Iterator[str]:
     print()
 
 
-def load_speakers(chat: Chat, cfg: Config) -> list[Speaker]:
+def load_speakers(chat: Chat) -> list[Speaker]:
     """The trained policy, or the model; with --before, the model before training comes first."""
-    folder = Path(chat.policy)
-    policy, source = load_trained(cfg, folder) if chat.is_run else (_load(cfg, chat.policy), folder)
-    policies = {"trained" if chat.is_run else "model": policy}
+    run, cfg = chat.run, chat.cfg
+    policy, source = load_trained(cfg, run) if run else (_load(cfg, cfg.model_id), cfg.model_id)
+    policies = {"trained" if run else "model": policy}
     _note(f"{source} · {policy.size()}")
-    if chat.before:
+    if run and chat.before:
         if cfg.sft_steps:
             _note(f"before: {cfg.model_id}, without the {cfg.sft_steps} warm-start steps")
         if policy.lora_rank and not has_adapters(cfg.model_id):  # the same weights without them
             before = replace(policy, disables_adapters=True)
         else:
-            before = _load(untrained(cfg), base_model(folder, cfg.model_id))
+            before = _load(untrained(cfg), base_model(run, cfg.model_id))
         policies = {"before": before, **policies}
-    return [Speaker(label, collector_for(policy, cfg)) for label, policy in policies.items()]
-
-
-def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
-    """What plays the tasks of a run with a policy."""
-    return RolloutCollector(
-        policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt,
-        play_program=programs.play_program, say=_note,
-    )  # fmt: skip
+    return [Speaker(label, policy, cfg) for label, policy in policies.items()]
 
 
 def load_trained(cfg: Config, folder: Path) -> tuple[Policy, Path]:
@@ -198,10 +179,8 @@ def load_trained(cfg: Config, folder: Path) -> tuple[Policy, Path]:
         raise UsageError(f"{folder}: no checkpoint yet; --save-every sets when a run saves one")
     if checkpoint is None:
         return load_exported(cfg, folder, "model"), exported
-    policy = _load(
-        cfg, base_model(folder, cfg.model_id),
-        value_head="value_head" in config.needs(cfg),  # not used here, but saved in the checkpoint
-    )  # fmt: skip
+    has_value_head = "value_head" in config.needs(cfg)  # saved in the checkpoint, not used here
+    policy = _load(cfg, base_model(folder, cfg.model_id), has_value_head)
     copy_weights(checkpoint, policy.trainable(), same_dtype=False)
     return policy, checkpoint
 
@@ -211,10 +190,10 @@ def answer(
 ) -> Completion:
     """Samples the answer and adds question and answer to the conversation.
 
-    Calls `on_text` with the text so far after each token. Raises UsageError if the conversation
+    Calls `on_text` with the text so far before each token. Raises UsageError if the conversation
     does not fit into the context; then, and after Ctrl-C, it is unchanged.
     """
-    policy, before, drawn = speaker.policy, speaker.agent, list[int]()
+    policy, before = speaker.policy, speaker.agent
     agent = replace(before, rollout=copy.deepcopy(before.rollout), chat=[*before.chat])
     message: Message = {"role": "user", "content": question}
     if agent.chat:
@@ -225,15 +204,14 @@ def answer(
     if agent.context_full:
         raise UsageError(f"the conversation does not fit into {policy.max_length} tokens: "
                          "/reset forgets it")  # fmt: skip
+    sampler = TorchSampler(policy)
 
-    def draw_and_show(*args: Any) -> tuple[Tensor, Tensor]:
-        token_ids, logprobs = draw(*args)
-        drawn.append(int(token_ids))
-        on_text(to_completion(policy, drawn, []).text)
-        return token_ids, logprobs
+    def show() -> None:
+        for partial in sampler.batch:
+            on_text(to_completion(policy, partial.token_ids, []).text)
 
     with policy.adapters():
-        [completion] = TorchSampler(policy, draw_and_show).sample([agent.prompt_ids], params)
+        [completion] = sampler.sample([agent.prompt_ids], params, show)
     agent.add(completion)
     speaker.agent = agent
     return completion
@@ -241,22 +219,19 @@ def answer(
 
 def show_answer(speaker: Speaker, question: str, params: SamplingParams) -> None:
     """Prints the answer while it is sampled."""
-    shown = ""
+    shown = 0  # characters
 
     def on_text(text: str) -> None:
         nonlocal shown
         text = printable(text.rstrip("\ufffd"))  # the last character may not be complete yet
-        if text.startswith(shown):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
 
     try:
         completion = answer(speaker, question, params, on_text)
-    except BaseException:
+        print(printable(completion.text)[shown:], end="")
+    finally:
         print()
-        raise
-    text = printable(completion.text)
-    print(text[len(shown) :] if text.startswith(shown) else f"\n{text}")
     if completion.finish_reason == "length":
         _note(f"cut off after --max-tokens {params.max_tokens}")
 
