@@ -12,6 +12,7 @@ import argparse
 import copy
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -124,12 +125,18 @@ def drill(seed: int) -> str:
     return re.sub(r'^""".*?"""', TITLE.format(seed), broken, count=1, flags=re.DOTALL)
 
 
+@cache
+def right_answers() -> list[Any]:
+    """What the page itself answers to FACTS."""
+    page = load(RIGHT)
+    return [fact.ask(page) for fact in FACTS]
+
+
 def check(module: ModuleType) -> str:
     """The first fact that does not hold, and what differs; "" if all hold."""
-    right = load(RIGHT)
-    for fact in FACTS:
+    for fact, right in zip(FACTS, right_answers(), strict=True):
         try:
-            differs = difference(fact.ask(right), fact.ask(module), fact.tolerance)
+            differs = difference(right, fact.ask(module), fact.tolerance)
         except Exception as error:
             differs = describe_error(error)
         if differs:
@@ -141,18 +148,16 @@ def execute(arguments: list[str]) -> int:
     """Returns the exit code: 0, or 1 if a fact does not hold; a mistake exits with 2."""
     parser = argparse.ArgumentParser("python -m core.workshop.drill")
     parser.add_argument("--seed", type=int, choices=range(1, 13), default=1, help="fault")
-    parser.add_argument("--file", type=Path, default=Path("drill.py"), help="of the drill")
     parser.add_argument("--check", action="store_true", help="whether it is repaired")
-    options = parser.parse_args(arguments)
-    file, there = options.file, options.file.exists()
-    if there and not options.check:
-        parser.error(f"{file} is there: rename it, or write to another --file")
-    if not there and options.check:
-        parser.error(f"there is no {file}: python -m core.workshop.drill writes a drill.py")
+    options, file = parser.parse_args(arguments), Path("drill.py")
     if not options.check:
+        if file.exists():
+            parser.error(f"{file} is there: rename it")
         file.write_text(drill(options.seed), encoding="utf-8", newline="\n")
         print(f"Wrote {file}. Run it, read it, repair it; --check says whether it is right.")
         return 0
+    if not file.exists():
+        parser.error(f"there is no {file}: python -m core.workshop.drill writes it")
     found = re.match(r'"""Drill (\d+):', file.read_text(encoding="utf-8"))
     if not found:
         parser.error(f"the first line of {file} must begin with the drill's number")
