@@ -44,7 +44,6 @@ from environments.letter_words import TIERS, draw_question
 from environments.parsing import user
 
 ANSWERS = range(4)  # to a question about one letter; a hasty demonstration draws one of these
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class LetterCounting(Env):
@@ -72,8 +71,7 @@ class LetterCounting(Env):
         reward = reward_of(response, self.counts)
         spelled_out = "[^a-z]+".join(self.word)  # all letters in order, separated
         worked = re.search(spelled_out, response) is not None
-        info = {"correct": reward == 1.0, "worked": worked}
-        return Step(message=None, reward=reward, done=True, info=info)
+        return Step(None, reward, done=True, info={"correct": reward == 1.0, "worked": worked})
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Spells the word and numbers the letters that count; `hasty`: guesses without spelling."""
@@ -84,9 +82,7 @@ class LetterCounting(Env):
         for letter in self.word:
             if letter in seen:
                 seen[letter] += 1
-                spelled.append(f"{letter}{seen[letter]}")
-            else:
-                spelled.append(letter)
+            spelled.append(f"{letter}{seen.get(letter, '')}")
         return f"{' '.join(spelled)} {_answer(self.counts)}"
 
     def trivial(self) -> str:
@@ -104,13 +100,10 @@ def reward_of(response: str, counts: dict[str, int]) -> float:
     >>> reward_of("<answer>3</answer> or <answer>4</answer>", {"r": 3})
     0.0
     """
-    if response.count("<answer>") != 1 or response.count("</answer>") != 1:
-        return 0.0
-    match = ANSWER.search(response)
-    if match is None:  # the closing tag comes first
+    if re.findall("</?answer>", response) != ["<answer>", "</answer>"]:
         return 0.0
     try:
-        answer = json.loads(match[1])
+        answer = json.loads(re.split("</?answer>", response)[1])
     except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return 0.0
     if len(counts) == 1 and type(answer) is int:
@@ -121,9 +114,7 @@ def reward_of(response: str, counts: dict[str, int]) -> float:
     exact = sum(type(answer.get(k)) is int and answer[k] == n for k, n in counts.items())
     if set(answer) - set(counts):
         exact = min(exact, len(counts) - 1)  # an extra letter makes the answer wrong
-    if exact == len(counts):
-        return 1.0
-    return 0.1 + 0.9 * exact / len(counts)
+    return 1.0 if exact == len(counts) else 0.1 + 0.9 * exact / len(counts)
 
 
 def _answer(counts: dict[str, int]) -> str:

@@ -59,35 +59,35 @@ class Reverse(Env):
         rng = random.Random(seed)
         held_out = seed in EVAL_SEEDS
         self.items = [_draw(rng, self.length, held_out) for _ in range(self.turns)]
-        self.guesses = [_draw_guess(rng, item, self.backwards) for item in self.items]
+        self.guesses = [_draw_guess(rng, self._answer_to(item)) for item in self.items]
         self.right = 0
-        rules = (
-            f"Write each word {'in reverse' if self.backwards else 'again'}; a wrong one ends it."
-        )
+        how = "in reverse" if self.backwards else "again"
         form = "Work it out, then end with <answer>word</answer>."
-        return [user(f"{rules} {form} {self._question()}")]
+        return [user(f"Write each word {how}; a wrong one ends it. {form} {self._question()}")]
 
     def step(self, response: str) -> Step:
         answer = read_action(response, "answer", _as_text, PLAIN)
-        if answer != _solution(self.items[self.right], self.backwards):
-            return Step(None, -1.0, True, {"correct": False, "right": self.right})
-        self.right += 1
-        if self.right == self.turns:
-            return Step(None, 1.0, True, {"correct": True, "right": self.right})
-        info = {"correct": False, "right": self.right}
+        is_right = answer == self._answer_to(self.items[self.right])
+        self.right += is_right
+        info = {"correct": self.right == self.turns, "right": self.right}
+        if not is_right or self.right == self.turns:
+            return Step(None, 1.0 if is_right else -1.0, True, info)
         return Step(user(f"Right. {self._question()}"), 1.0, False, info)
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Labels each character A, B, .. and reads the labels backwards; `hasty`: an error."""
         item = self.items[self.right]
         if hasty:
-            return _answer(self.guesses[self.right])
+            return f"<answer>{self.guesses[self.right]}</answer>"
         if not self.backwards:
-            return _answer(item)
+            return f"<answer>{item}</answer>"
         # The label makes each character unique, even if the string repeats a character.
         labels = (string.ascii_uppercase * 2)[: len(item)]
         labelled = [label + character for label, character in zip(labels, item, strict=True)]
-        return f"{' '.join(labelled + labelled[::-1])} {_answer(item[::-1])}"
+        return f"{' '.join(labelled + labelled[::-1])} <answer>{item[::-1]}</answer>"
+
+    def _answer_to(self, item: str) -> str:
+        return item[::-1] if self.backwards else item
 
     def _question(self) -> str:
         return f'Word: "{self.items[self.right]}"'
@@ -103,22 +103,17 @@ def _draw(rng: random.Random, length: int, held_out: bool) -> str:
     while True:
         size, first = rng.randint(MIN_LENGTH, length), rng.randrange(2)
         item = "".join(rng.choice((VOWELS, CONSONANTS)[(first + i) % 2]) for i in range(size))
-        is_palindrome = item == item[::-1]
-        if is_held_out(item) == held_out and not is_palindrome:
+        if is_held_out(item) == held_out and item != item[::-1]:
             return item
 
 
-def _solution(item: str, backwards: bool) -> str:
-    return item[::-1] if backwards else item
-
-
-def _draw_guess(rng: random.Random, item: str, backwards: bool) -> str:
+def _draw_guess(rng: random.Random, answer: str) -> str:
     """Draws a wrong answer: the opposite direction, or two characters swapped."""
     if rng.random() < 0.5:
-        return _solution(item, not backwards)
-    characters = list(_solution(item, backwards))
-    while "".join(characters) == _solution(item, backwards):
-        i, k = rng.sample(range(len(item)), 2)
+        return answer[::-1]
+    characters = list(answer)
+    while "".join(characters) == answer:
+        i, k = rng.sample(range(len(answer)), 2)
         characters[i], characters[k] = characters[k], characters[i]
     return "".join(characters)
 
@@ -126,7 +121,3 @@ def _draw_guess(rng: random.Random, item: str, backwards: bool) -> str:
 def _as_text(value: Any) -> str | None:
     """Returns a text without its quotes; else None."""
     return (value.strip().strip("\"'`") or None) if isinstance(value, str) else None
-
-
-def _answer(text: str) -> str:
-    return f"<answer>{text}</answer>"

@@ -58,11 +58,9 @@ class Snake(Env):
         self.body, self.fruit = self._draw_start()
         while is_held_out(f"{self.body} {self.fruit}") != (seed in EVAL_SEEDS):
             self.body, self.fruit = self._draw_start()
-        rules = (
-            f"Snake, {self.size}x{self.size}, x right, y down. Eat {self.fruits} fruits; "
-            f"walls and your body kill. Think, then end with {FORM}."
-        )
-        return [user(f"{rules}\n{self._show()}")]
+        goal = f"{self.size}x{self.size}, x right, y down. Eat {self.fruits} fruits"
+        form = f"walls and your body kill. Think, then end with {FORM}."
+        return [user(f"Snake, {goal}; {form}\n{self._show()}")]
 
     def step(self, response: str) -> Step:
         move = read_action(response, "move", one_of(*MOVES), r"\b(up|down|left|right)\b")
@@ -82,8 +80,7 @@ class Snake(Env):
             return self._end(reward, f"You ate {self.eaten} of {self.fruits} fruits.")
         if eats:
             self.fruit = self._draw_fruit(self.body)
-        info = {"correct": False, "fruits": self.eaten}
-        return Step(user(self._show()), reward, False, info)
+        return Step(user(self._show()), reward, False, {"correct": False, "fruits": self.eaten})
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Names the way to the fruit and a safe next cell; `hasty`: a random move."""
@@ -132,10 +129,8 @@ def safe_move(body: list[Cell], fruit: Cell, size: int) -> str:
     'right'
     """
     path = shortest_path(body, fruit, size)
-    if path:
-        body_after = [*path[::-1], *body][: len(body) + 1]
-        if _can_follow_tail(body_after, size):
-            return _move_to(body[0], path[0])
+    if path and _can_follow_tail([*path[::-1], *body][: len(body) + 1], size):
+        return _move_to(body[0], path[0])
     free = [cell for cell in _neighbours(body[0], size) if cell not in body[:-1]]
     moved = {cell: [cell, *body] if cell == fruit else [cell, *body[:-1]] for cell in free}
     safe = [cell for cell in free if _can_follow_tail(moved[cell], size)]

@@ -76,26 +76,24 @@ class AgainstOpponent(Env):
         self.drawing_is_correct = drawing_is_correct
 
     def reset(self, seed: int) -> list[Message]:
-        self.rng = random.Random(seed)
-        self.retries = Retries()
-        self.board = self.game.start
+        self.rng, self.retries, self.board = random.Random(seed), Retries(), self.game.start
         if self.rng.random() < 0.5:
             self._reply()
         self.guess = self.rng.choice(self.game.legal(self.board))
         return [self.game.opening(self.board, "X")]
 
     def step(self, response: str) -> Step:
-        move = self.game.read(response, self.board)
+        game, move = self.game, self.game.read(response, self.board)
         if move is None:
-            return self.retries.refuse(self.game.hint(self.board))
-        self.board = self.game.place(self.board, move, "X")
-        if self.game.is_over(self.board):
-            return self._end()
-        reply = self._reply()
-        if self.game.is_over(self.board):
-            return self._end()
-        self.guess = self.rng.choice(self.game.legal(self.board))
-        return Step(self.game.later(self.board, "O", reply), 0.0, False, {"correct": False})
+            return self.retries.refuse(game.hint(self.board))
+        self.board = game.place(self.board, move, "X")
+        reply = None if game.is_over(self.board) else self._reply()
+        if reply is None or game.is_over(self.board):
+            reward = game.outcome(self.board, "X")
+            info = {"correct": reward > 0 or (self.drawing_is_correct and reward == 0)}
+            return Step(game.last(self.board, "X"), reward, True, info)
+        self.guess = self.rng.choice(game.legal(self.board))
+        return Step(game.later(self.board, "O", reply), 0.0, False, {"correct": False})
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Names the winning moves of both sides, then a best one; `hasty`: a random move."""
@@ -111,11 +109,6 @@ class AgainstOpponent(Env):
         move = self.rng.choice(best(self.board, "O") if self.plays_well else legal(self.board))
         self.board = self.game.place(self.board, move, "O")
         return move
-
-    def _end(self) -> Step:
-        reward = self.game.outcome(self.board, "X")
-        info = {"correct": reward > 0 or (self.drawing_is_correct and reward == 0)}
-        return Step(self.game.last(self.board, "X"), reward, True, info)
 
 
 class SelfPlay(MultiAgentEnv):
@@ -135,9 +128,8 @@ class SelfPlay(MultiAgentEnv):
         game, mover, other = self.game, self.turn, OTHER[self.turn]
         move, info = game.read(responses[mover], self.board), {"correct": False}
         if move is None:
-            refused = self.retries[mover].refuse(game.hint(self.board))
-            unaffected = Step(None, 0.0, True, info)
-            return {mover: refused, other: unaffected} if refused.done else {mover: refused}
+            refused = {mover: self.retries[mover].refuse(game.hint(self.board))}
+            return refused | ({other: Step(None, 0.0, True, info)} if refused[mover].done else {})
         is_first = self.board == game.start
         self.board = game.place(self.board, move, mover)
         if game.is_over(self.board):
