@@ -37,8 +37,7 @@ def quick_calls(look: Callable[[], None]) -> Iterator[None]:
     takes_signals = threading.current_thread() is threading.main_thread()
     if takes_signals:
         LOOKS.append(look)
-    if sys.__stderr__ is not None:  # a program without a console has none
-        faulthandler.dump_traceback_later(LONG, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(LONG, file=sys.__stderr__)
     try:
         yield
     finally:

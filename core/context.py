@@ -66,7 +66,8 @@ class Renderer:
         """A demonstration as if the policy had sampled it, with log-probs of 0. Raises UsageError
         for a token that was added to the tokenizer and that the model has no embedding of."""
         tokenizer = self.policy.tokenizer
-        ids = tokenizer.encode(in_format_of(tokenizer, text), add_special_tokens=False)
+        text = in_format_of(tokenizer, text)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if max(ids, default=0) >= num_embeddings(tokenizer):
             token = tokenizer.decode([max(ids)])
             raise UsageError(f"a demonstration has {token!r}, which has no embedding in the model")

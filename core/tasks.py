@@ -135,7 +135,7 @@ def with_difficulty(spec: EnvSpec, difficulty: int) -> EnvSpec:
     if difficulty and key:
         others = {k: v for k, v in spec.options.items() if k != key}
         spec = replace(spec, options=others | {key: str(difficulty)})
-    has_tools(spec)
+    check_builds(spec, spec.constructor)
     return spec
 
 
@@ -189,13 +189,9 @@ def is_raw(spec: EnvSpec) -> bool:
     return spec.name == "rewarded" and bool(spec.values["raw"])
 
 
-def has_tools(spec: EnvSpec) -> bool:
-    """Whether the environment has tools. Raises UsageError if it refuses the options."""
-    return _has_tools(spec, spec.constructor)
-
-
 @cache
-def _has_tools(spec: EnvSpec, constructor: Constructor) -> bool:
-    """As `has_tools`; builds the environment once per `constructor`."""
+def check_builds(spec: EnvSpec, constructor: Constructor) -> None:
+    """Builds the environment once. Raises UsageError if it refuses the options, or for a tool that
+    cannot be called."""
     with closing(make(spec)) as env:
-        return bool(schemas(env))
+        schemas(env)
