@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import SMALL
 
+from core.config import Config
 from core.faults import UsageError
 from core.files import run_folder
 from core.files.run_folder import create_run, lock_run
@@ -115,3 +116,5 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
         assert code == 0, stderr
         saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
         assert saved["template_options"] == "brief=true,today=2025-03-09"
+    cfg = Config(resume="runs/a", model_id=str(folder), template_options="brief=false")
+    assert run_folder.begin(cfg)[0].template_options == "brief=false,today=2025-03-10"

@@ -40,10 +40,8 @@ def begin(cfg: Config) -> tuple[Config, Path, bool]:
     folder = Path(cfg.resume)
     named = TODAY in parse_template_options(cfg.template_options)
     if not named and cfg.model_id not in (*TINY, SMOLLM2) and cfg.sampler != "openai":
-        options = f"{TODAY}={date.today().isoformat()}"
-        options = ",".join(filter(None, [cfg.template_options, options]))
-        if cfg.resume:
-            options = read_config(folder / "config.yaml").template_options
+        today = f"{TODAY}={date.today().isoformat()}"
+        options = ",".join(filter(None, [cfg.template_options, today]))
         cfg = replace(cfg, template_options=options)
     if not cfg.resume:
         names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class

@@ -44,12 +44,9 @@ def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Poli
 
 def load_teacher(cfg: Config, policy: Policy) -> Policy:
     """The model of `--teacher`. Raises UsageError if its token ids differ from the policy's."""
-    settings: dict[str, Any] = {
-        "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch."),
-        "template_options": "",  # it reads no messages
-    }  # fmt: skip
-    settings_of_teacher = replace(untrained(cfg), **settings)
-    teacher = load_policy(settings_of_teacher, folder_of_model(cfg.teacher), flag="--teacher")
+    dtype: Any = str(policy.dtype).removeprefix("torch.")
+    plain = replace(untrained(cfg), device=str(policy.device), dtype=dtype, template_options="")
+    teacher = load_policy(plain, folder_of_model(cfg.teacher), flag="--teacher")
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
     teacher.model.requires_grad_(False)
