@@ -109,7 +109,7 @@ def main(cfg: Config) -> int:
             # 4. The sampler has the new weights, as it shares them. Evaluation, log, checkpoint
             run.sync()  # off: copies what a sampler does not share, such as --sampler server
             run.finish_update(update, sampled, batch, stats)
-        return 1 if run.stopped else 0
+        return 0
 
 
 def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:

@@ -263,9 +263,9 @@ def resolve(cfg: Config) -> Config:
     `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it. Imports the
     algorithm; raises UsageError if that fails.
     """
-    named = ("model_id", "teacher")
-    folders = {name: os.path.expanduser(getattr(cfg, name)) for name in named}
-    cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
+    paths = {name: os.path.expanduser(getattr(cfg, name)) for name in ("model_id", "teacher")}
+    envs = {name: tuple(map(absolute, getattr(cfg, name))) for name in ("env", "eval_env")}
+    cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **paths, **envs)
     kind = options_of(cfg.algo)
     if not isinstance(cfg.options, kind | None):
         raise UsageError(f"Config.options: give {kind.__module__}.{kind.__name__}, which are those "
@@ -275,9 +275,6 @@ def resolve(cfg: Config) -> Config:
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
     if cfg.overlap:
         cfg = replace(cfg, staleness=cfg.staleness or 1)
-    cfg = replace(
-        cfg, env=tuple(map(absolute, cfg.env)), eval_env=tuple(map(absolute, cfg.eval_env))
-    )
     if "own_draw" in needs(cfg) and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
     return cfg

@@ -144,9 +144,8 @@ def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(
     flags = """--sft-steps 0 --env task --num-updates 30 --num-prompts 1 --group-size 2
         --eval-num-tasks 0 --save-every 0 --algo reinforce --reinforce.baseline none
         --max-tokens 2""".split()
-    code, out, _ = command("--run-name", "a", *SMALL, *flags)
-    assert code == 1
-    assert "3 updates in a row" in out
+    code, _, err = command("--run-name", "a", *SMALL, *flags)
+    assert code == 1 and err.count("\n") == 1 and "3 updates in a row" in err
     assert [r["update/skipped"] for r in metrics_of("runs/a")[1:]] == [1] * 3
     found = checkpoint.find_checkpoint(Path("runs/a"))
     assert found.progress["update"] == 1

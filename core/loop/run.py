@@ -18,7 +18,7 @@ from core.batching import Batch
 from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
-from core.faults import EpisodesFailed, NoServer, Stopped
+from core.faults import EpisodesFailed, Fault, NoServer, Stopped
 from core.files import checkpoint
 from core.files.run_folder import again
 from core.files.run_log import METRICS, RunLog, read_records
@@ -67,7 +67,6 @@ class Run:
     next_level: int = 0  # of the next update's tasks, as `play` says
     canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
     lr_factor: float = 1.0  # of this update, of --lr
-    stopped: bool = False  # ended before the last update
     stopped_by: str = ""  # the line about a signal that ended it
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
@@ -107,7 +106,7 @@ class Run:
         """The numbers of the updates from the next one to --num-updates, and stats for each.
 
         Evaluates the policy before the first, and saves what a warm start has taught it. Ends
-        earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
+        earlier once --max-sampled-tokens are sampled.
         """
         self.history = read_records(self.run_log.folder / METRICS)
         if self.next_update == 0:
@@ -117,7 +116,7 @@ class Run:
             found = probes.of_demonstrations(self.cfg, self.collector)
             found |= self.evaluator.evaluate(0)
             self.log(0, found, [])
-        while self.next_update <= self.cfg.num_updates and not self.stopped:
+        while self.next_update <= self.cfg.num_updates:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
                 break
             self.interrupt.check()
@@ -158,20 +157,19 @@ class Run:
         if is_last or evaluates(update, cfg.eval_every):
             metrics |= self.evaluator.evaluate(update)
         self.progress["sampled_tokens"] = tokens
-        stop = self.log(update, metrics, sampled)
+        self.log(update, metrics, sampled)
         self.progress["level"] = self.next_level
-        if stop or is_last or update == 1 or is_due(update, cfg.save_every):
+        if is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
         self.display.say(line)
 
-    def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
+    def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> None:
         """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
 
-        Returns whether the run has to stop, because MAX_SKIPPED updates in a row had no finite
-        gradient.
+        Raises Fault if it is the last of MAX_SKIPPED in a row without a finite gradient.
         """
         record = {"update": update, **metrics}
         if update > 0:
@@ -204,8 +202,7 @@ class Run:
         if update < self.cfg.num_updates and (update == 0 or evaluates(update, cfg.eval_every)):
             self.write_pages(["report.html"])  # after the last update `finish` writes all
         self.progress["update"] = update
-        self.stopped = self._too_many_skipped(record)
-        return self.stopped
+        self._count_skipped(record)
 
     def save(self) -> bool:
         """Saves a checkpoint, or keeps the last one after an update without a finite gradient.
@@ -219,18 +216,18 @@ class Run:
         )
         return True
 
-    def _too_many_skipped(self, record: dict[str, Any]) -> bool:
+    def _count_skipped(self, record: dict[str, Any]) -> None:
         # without different returns there is no gradient, or it is 0: nothing is wrong with that
         skipped = record.get("update/skipped") and record.get("grad/norm", 0.0) != 0.0
         if skipped:
             self.say(f"update {record['update']} skipped: its loss or its gradient is not finite")
         self.progress["skipped_in_a_row"] = self.progress["skipped_in_a_row"] + 1 if skipped else 0
-        too_many = self.progress["skipped_in_a_row"] >= MAX_SKIPPED
-        if too_many:
-            self.say(f"{MAX_SKIPPED} updates in a row without a finite gradient: stopped. "
-                     "The last checkpoint is from before; "
-                     f"try a lower --lr than {self.cfg.lr:g}")  # fmt: skip
-        return too_many
+        if self.progress["skipped_in_a_row"] >= MAX_SKIPPED:
+            self.write_pages()
+            raise Fault(
+                f"{MAX_SKIPPED} updates in a row without a finite gradient; the last checkpoint is "
+                f"from before: resume it with a lower --lr than {self.cfg.lr:g}"
+            )
 
     @contextmanager
     def saved_when_ended(self) -> Iterator[None]:
@@ -260,7 +257,7 @@ class Run:
         self.write_pages()
         if self.stopped_by:
             raise Stopped(self.stopped_by)
-        if distributed.rank() > 0 or self.stopped:
+        if distributed.rank() > 0:
             return
         if self.cfg.sampler != "openai":
             checkpoint.export_model(self.folder, self.policy)
