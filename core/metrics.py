@@ -9,7 +9,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,13 +25,12 @@ from environments.base import PLAYER
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
-OF_LAST_STEP = ("loss/weight",)  # a sum over weighted tokens, not to be divided again
 
 
 class UpdateStats:
     """The metrics of the gradient steps of one update.
 
-    `loss` and OF_LAST_STEP are of the last minibatch, `grad_norm` of the last one that
+    `loss` and `loss_weight` are of the last minibatch, `grad_norm` of the last one that
     --ppo.target-kl let pass. What else the algorithm's loss reports is a mean over the tokens in
     the loss, and OF_ALL_TOKENS are means over all sampled tokens, of the last epoch, however its
     steps were cut into micro-batches; gap/* and tokens/trained are of the whole update.
@@ -43,16 +41,15 @@ class UpdateStats:
         self.epoch = 0
         self.epoch_sums: dict[str, float] = defaultdict(float)  # over the tokens of this epoch
         self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
-        self.loss = self.approx_kl = 0.0
-        self.of_last_step: dict[str, float] = {}
+        self.loss = self.loss_weight = self.approx_kl = 0.0
         self.grad_norm: float | None = None  # None: no gradient step was attempted
         # for report.html: of each micro-batch its step, and what its n tokens had, [5, n]
         self.seen: list[tuple[int, Tensor]] = []
         self.pushes: list[float] = []  # of each step: the sum of |d loss / d log π|
         self.num_steps = 0
-        # before the first step, over the tokens that were scored: sums of -log π minus the entropy,
-        # which is 0 on average, and of its variance
-        self.surprise = self.varentropy = self.scored = 0.0
+        # before the first step: the sum over tokens of -log π minus the entropy, which is 0 on
+        # average, and of its variance, and the number of these tokens
+        self.surprise = (0.0, 0.0, 0.0)
 
     @torch.no_grad()
     def add(self, tokens: Tokens, loss: Tensor, sums: dict[str, float]) -> None:
@@ -92,13 +89,11 @@ class UpdateStats:
         if epoch != self.epoch:  # not in `add`, which a rank without micro-batches does not call
             self.epoch, self.epoch_sums = epoch, defaultdict(float)
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
-        self.loss = sums.pop("loss", 0.0)
+        self.loss, self.loss_weight = sums.pop("loss", 0.0), sums.pop("loss/weight", 0.0)
         self.pushes.append(sums.pop("push", 0.0))
-        self.of_last_step = {name: sums.pop(name) for name in OF_LAST_STEP if name in sums}
         surprise, varentropy = sums.pop("surprise", 0.0), sums.pop("varentropy", 0.0)
         if not self.num_steps:
-            self.surprise, self.varentropy = surprise, varentropy
-            self.scored = sums.get("tokens", 0.0)
+            self.surprise = surprise, varentropy, sums.get("tokens", 0.0)
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
@@ -116,14 +111,15 @@ class UpdateStats:
         }
         if not tokens:
             return metrics
-        metrics |= {"loss": self.loss} | self.of_last_step
+        metrics |= {"loss": self.loss, "loss/weight": self.loss_weight}
         if self.grad_norm is not None:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs).abs()
         metrics |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
-        if self.varentropy > 0:
-            metrics["gap/surprise"] = self.surprise / self.scored
-            metrics["gap/surprise_z"] = self.surprise / math.sqrt(self.varentropy)
+        surprise, varentropy, scored = self.surprise
+        if varentropy > 0:
+            metrics["gap/surprise"] = surprise / scored
+            metrics["gap/surprise_z"] = surprise / math.sqrt(varentropy)
         if "old_values" in batch:
             # the rewards that followed each token: with λ = 1 and without values
             without = Tokens(**batch.vectors() | {"old_values": torch.zeros(len(batch))})
@@ -236,10 +232,6 @@ def task_means(
     return {task: statistics.fmean(column) for task, column in values.items()}
 
 
-def _has(key: str, rollout: Rollout) -> bool:
-    return bool(rollout.info.get(key))
-
-
 def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
     """Accuracy and mean return over tasks with their 95% intervals, and length, by environment.
 
@@ -268,7 +260,7 @@ def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
         }
         for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
             if any(key in r.info for r in episodes):
-                has = task_means(episodes, tasks, partial(_has, key))
+                has = task_means(episodes, tasks, lambda r, key=key: bool(r.info.get(key)))
                 metrics[f"eval/{env}/{name}"] = statistics.fmean(has.values())
     return metrics
 

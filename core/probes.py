@@ -11,7 +11,7 @@ episodes without sampling. core/README.md says what each metric means.
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -52,45 +52,43 @@ class WeightProbe:
 
     def __init__(self, policy: Policy) -> None:
         self.weights = policy.trainable()
+        self.holders = dict[str, Tensor]()  # what AdamW steps on: the weight's master, or itself
         self.optimizer: MasterAdamW | None = None
-        self.holders: list[Tensor] = []  # what it steps on for each weight: its master, or itself
         self.before: list[Tensor] = []
-        small = [w for name, w in self.weights.items() if "lora_A" not in name]  # B is 0 at first
-        self.watched = min(small, key=Tensor.numel)
-        self.passes = torch.zeros(self.watched.numel(), device=self.watched.device)
+        small = [name for name in self.weights if "lora_A" not in name]  # B is 0 at first
+        self.watched = min(small, key=lambda name: self.weights[name].numel())
+        weight = self.weights[self.watched]
+        self.passes = torch.zeros(weight.numel(), device=weight.device)
         self.of_step: tuple[Tensor, Tensor] | None = None  # sum of the passes, and AdamW's gradient
-        self.watched.register_hook(self._add)
+        weight.register_hook(self._add)
 
     def begin(self, optimizer: MasterAdamW) -> None:
         """Looks at the weights before an update; a warm start has had an optimizer of its own."""
         if optimizer is not self.optimizer:
             self.optimizer = optimizer
             masters = {id(weight): master for weight, master in optimizer.pairs}
-            self.holders = [masters.get(id(weight), weight) for weight in self.weights.values()]
+            self.holders = {name: masters.get(id(w), w) for name, w in self.weights.items()}
             optimizer.adamw.register_step_pre_hook(self._note_step)
-        self.before = elements(self.holders)
+        self.before = elements(self.holders.values())
         self.passes.zero_()
         self.of_step = None
 
     def metrics(self, cfg: Config, grad_norm: float | None) -> dict[str, Any]:
         """What the update did. `grad_norm`: the norm of the last step's gradient before it was
         clipped, None without a step."""
-        found = dict[str, Any]()
-        if not self.before:
-            return found
-        both = zip(self.weights, self.before, elements(self.holders), strict=True)
+        both = zip(self.weights, self.before, elements(self.holders.values()), strict=True)
         sizes = {name: (b - a).double().square().mean().sqrt().item() for name, a, b in both}
         still = [name for name, size in sizes.items() if size == 0]
-        found["update/unchanged"] = len(still) / len(sizes)
+        found: dict[str, Any] = {"update/unchanged": len(still) / len(sizes)}
         if 0 < len(still) < len(sizes):
             found["example/unchanged"] = still[0]
         moved = [size for name, size in sizes.items() if size and "value_head" not in name]
         if moved and cfg.lr:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
-        holders = zip(self.weights.values(), self.holders, strict=True)
-        if low := [(w, master) for w, master in holders if w.dtype.itemsize == 2]:
-            pairs = zip(*(elements([*column]) for column in zip(*low, strict=True)), strict=True)
-            apart = [(weight != master).double().mean().item() for weight, master in pairs]
+        low = [name for name, weight in self.weights.items() if weight.dtype.itemsize == 2]
+        if low:
+            pairs = (elements(x[name] for name in low) for x in (self.weights, self.holders))
+            apart = [(w != m).double().mean().item() for w, m in zip(*pairs, strict=True)]
             found["update/masters_apart"] = statistics.fmean(apart)
         if self.of_step and grad_norm:
             distributed.all_reduce_sum([self.of_step[0]])
@@ -107,15 +105,14 @@ class WeightProbe:
 
     def _note_step(self, *_: Any) -> None:
         assert self.optimizer is not None
-        both = zip(self.weights.values(), self.holders, strict=True)
-        holder = next(holder for weight, holder in both if weight is self.watched)
+        holder = self.holders[self.watched]
         if holder.grad is not None and any(m is holder for m in self.optimizer.masters):
             passes = self.passes / self.optimizer.loss_scale
             self.of_step = passes, holder.grad.detach().flatten().to(passes)
         self.passes.zero_()
 
 
-def elements(tensors: list[Tensor]) -> list[Tensor]:
+def elements(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Copies of up to ELEMENTS elements of each tensor, evenly spaced: float32, on the CPU."""
     flat = [x.detach().flatten() for x in tensors]
     some = [x[:: max(1, -(-len(x) // ELEMENTS))].float() for x in flat]
