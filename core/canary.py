@@ -23,7 +23,7 @@ from core.batching import Sequence, cut, to_tokens
 from core.policy import Policy, borrowed
 from core.prefix_sharing import num_shared
 from core.sampler import Sampler, SamplingParams
-from core.scoring import predict
+from core.scoring import predict, read_out
 from core.types import Completion, Rollout, Turn
 
 TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
@@ -77,12 +77,16 @@ def score(
 
 
 @torch.no_grad()
-def score_here(policy: Policy, sequences: list[Sequence], size: int, temperature: float) -> Tensor:
-    """Log-probs of the tokens of these sequences in a vector [size], on this rank alone."""
-    logprobs, max_tokens = torch.zeros(size), policy.micro_batch_tokens
+def score_here(
+    policy: Policy, sequences: list[Sequence], size: int, temperature: float,
+    read: Callable[..., dict[str, Tensor]] = read_out,
+) -> Tensor:  # fmt: skip
+    """Log-probs of the tokens of these sequences in a vector [size], on this rank alone; `read`
+    may read something else."""
+    found, max_tokens = torch.zeros(size), policy.micro_batch_tokens
     for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
-        logprobs[micro.numbers] = predict(policy, micro, temperature)["logprobs"].cpu()
-    return logprobs
+        found[micro.numbers] = predict(policy, micro, temperature, read=read)["logprobs"].cpu()
+    return found
 
 
 def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: float = 1.0) -> Tensor:

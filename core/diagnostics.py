@@ -28,6 +28,7 @@ MIN_FALL, CERTAIN_FALL = 0.75, 3.0
 WORSE = "the reward and its assignment to rollouts; a lower --lr, from an earlier checkpoint"
 EXPLAINED = {  # one cause, one warning: those that take the place of another
     "below_start": {"no_movement", "answers_unchanged"},
+    "tokens_left_out": {"rollouts_left_out"},
     "dead_groups": {"no_reward", "below_start", "equal_answers"},
 }
 EXACT = {  # what the line before update 1 says: metric -> text with its number

@@ -192,10 +192,12 @@ class RolloutCollector:
                 agent = agents.get(name) or self.join(episode, name)
                 if shows_right and name in responses:
                     agent.show(step.feedback or right[name])
+                agent.rollout.steps.append((step.reward, step.fresh))
                 agent.read(step)  # the last turn's reward; the prompt of the next turn
         if any(agent.prompt_ids or agent.context_full for agent in agents.values()):
             [steps] = yield [EnvCall(env, env.step_when_cut)]
             for name, step in steps.items():
+                agents[name].rollout.steps.append((step.reward, step.fresh))
                 agents[name].read(step)
         check_seats(episode)
 

@@ -229,6 +229,25 @@ ROWS = (
         says="{x:.0%} of equal answers in a group earn unequal rewards: {r[example/reward]}",
     ),
     Fact(
+        "reward_misplaced",
+        Limit("reward/misplaced", 0, 0, 1),
+        "{x:.0%} of the turns have another reward than the step after them gave",
+        "what stands between step() and the turn: a scale, a clip, a sum, the turn that it goes to",
+    ),
+    Fact(
+        "correct_miscounted",
+        Limit("reward/miscounted", 0, 1e-6, 1),
+        "reward/correct is {x:.2g} away from the fraction of rollouts whose info says correct",
+        "over which rollouts it is a mean: all of the update, or a part",
+    ),
+    Fact(
+        "history_lost",
+        Limit("groups/history_lost", 0, 0, 1),
+        "{x:.0%} of the later prompts do not begin with the turn before them, prompt and answer",
+        "what makes the next prompt: a cut, a template that is applied again, answers that are"
+        " tokenized again",
+    ),
+    Fact(
         "mixed_groups",
         Limit("groups/openings", 0, 1, MIN_UPDATES),
         "the rollouts of a group, which are compared, have {x:.3g} different prompts",
@@ -292,6 +311,19 @@ ROWS = (
         says="no master differs from its 16-bit weight, so that small steps are lost",
     ),
     Fact(
+        "masters_unequal",
+        Limit("update/masters_unequal", 0, 0, 1),
+        "{x:.0%} of the 16-bit weights are not their float32 masters, rounded",
+        "what writes to the weights beside the optimizer: a load, a merge, a sync, a step whose"
+        " result is not copied",
+    ),
+    Fact(
+        "learning_rate",
+        Limit("update/lr_ratio", 1 - 1e-6, 1 + 1e-6, 1),
+        "the optimizer has {x:.4g} times the learning rate that the settings ask for",
+        "a scheduler that counts something else than updates, a rate that is scaled twice",
+    ),
+    Fact(
         "passes_lost",
         Limit("grad/passes", 0.95, 1.05),
         "the gradient of a step is {x:.2g} times the sum of what its passes gave",
@@ -305,6 +337,14 @@ ROWS = (
         "the token weights of a gradient step add up to {x:.3g}, not to 1",
         "one denominator for the whole step, computed before its micro-batches",
         when=has_one_denominator,
+    ),
+    Fact(
+        "rollouts_left_out",
+        Limit("episodes/left_out", 0, 0),
+        "{x:.0f} rollouts are not trained on; they are {r[episodes/left_out_length]:.2g} times as"
+        " long as all",
+        "what chooses rollouts: a limit of tokens, a batch whose end is cut off",
+        when=lambda r, cfg: not cfg.filter_groups,
     ),
     Fact(
         "tokens_left_out",
@@ -337,6 +377,12 @@ ROWS = (
         "which weights the reference has (a copy after the warm start), and whether dropout,"
         " temperature and adapters are those of the policy",
         when=begins_at_reference,
+    ),
+    Fact(
+        "not_greedy",
+        Limit("gap/greedy", 0, 0.02, 1),
+        "the trainer finds another token likelier in {x:.0%} of the tokens of greedy answers",
+        "which weights the evaluation samples with, and whether it draws (a temperature)",
     ),
     Fact(
         "tasks_missing",

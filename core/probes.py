@@ -2,6 +2,8 @@
 
     WeightProbe         what an update did to the weights, and whether each pass is in the gradient
     of_rollouts         what an update's rollouts show of prompts, answers, rewards and advantages
+    of_episodes         whether rewards, prompts and rollouts went where they should
+    of_greedy           whether the answers of an evaluation are the trainer's likeliest
     of_demonstrations   what the environment's own demonstrations earn
     judged_again        whether the environment rewards the same answers as it did
 
@@ -21,7 +23,8 @@ from torch import Tensor
 
 from algorithms.tokens import sums
 from core import distributed
-from core.batching import Batch
+from core.batching import Batch, MicroBatch, to_tokens
+from core.canary import score_here
 from core.chat_template import RAW, render
 from core.config import Config, needs
 from core.context import Agent
@@ -39,6 +42,7 @@ from environments.plumbing.registry import EnvSpec
 ELEMENTS = 256  # of each weight that are looked at
 NUM_DEMONSTRATIONS = 8
 NUM_JUDGED = 16  # rollouts that are judged again
+NUM_GREEDY = 8  # answers of an evaluation that the trainer scores
 NUM_PROMPTS = 16  # of an update that are compared with what the template writes
 SAME_REWARD = 1e-6  # difference of two rewards that rounding explains
 
@@ -73,9 +77,10 @@ class WeightProbe:
         self.passes.zero_()
         self.of_step = None
 
-    def metrics(self, cfg: Config, grad_norm: float | None) -> dict[str, Any]:
+    def metrics(self, cfg: Config, grad_norm: float | None, lr: float) -> dict[str, Any]:
         """What the update did. `grad_norm`: the norm of the last step's gradient before it was
-        clipped, None without a step."""
+        clipped, None without a step; `lr`: the learning rate that the settings ask for."""
+        assert self.optimizer is not None
         both = zip(self.weights, self.before, elements(self.holders.values()), strict=True)
         sizes = {name: (b - a).double().square().mean().sqrt().item() for name, a, b in both}
         still = [name for name, size in sizes.items() if size == 0]
@@ -85,11 +90,15 @@ class WeightProbe:
         moved = [size for name, size in sizes.items() if size and "value_head" not in name]
         if moved and cfg.lr:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
+        if lr:
+            found["update/lr_ratio"] = self.optimizer.adamw.param_groups[0]["lr"] / lr
         low = [name for name, weight in self.weights.items() if weight.dtype.itemsize == 2]
         if low:
-            pairs = (elements(x[name] for name in low) for x in (self.weights, self.holders))
-            apart = [(w != m).double().mean().item() for w, m in zip(*pairs, strict=True)]
-            found["update/masters_apart"] = statistics.fmean(apart)
+            weights, masters = (elements(x[n] for n in low) for x in (self.weights, self.holders))
+            rounded = [m.to(self.weights[low[0]].dtype).float() for m in masters]
+            for name, others in (("masters_apart", masters), ("masters_unequal", rounded)):
+                unequal = ((w != x).double().mean() for w, x in zip(weights, others, strict=True))
+                found[f"update/{name}"] = statistics.fmean(map(float, unequal))
         if self.of_step and grad_norm:
             distributed.all_reduce_sum([self.of_step[0]])
             passes, gradient = (x.cpu().double() for x in self.of_step)
@@ -147,6 +156,50 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
         values = batch.old_values[torch.cat([last.new_zeros(1), last[:-1] + 1])]  # first tokens
         found["value/spread"] = max((values[r].max() - values[r].min()).item() for r in alike)
     return found
+
+
+def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[str, Any]:
+    """Whether the turns of an update's rollouts have the rewards that their steps gave, and begin
+    with the turn before; whether `correct` is the fraction of right ones; which are not trained on.
+    """
+    usable, trained = [r for r in sampled if not r.error], {*map(id, batch.rollouts)}
+    if not usable:
+        return {}
+    right = sum(bool(r.info.get("correct")) for r in usable) / len(usable)
+    found = {"reward/miscounted": abs(right - correct)}
+    if out := [r.num_tokens for r in usable if id(r) not in trained]:
+        found["episodes/left_out"] = len(out)
+        mean = statistics.fmean(r.num_tokens for r in usable)
+        found["episodes/left_out_length"] = statistics.fmean(out) / mean
+    other, lost = list[bool](), list[bool]()
+    for r in usable:
+        if r.agent != PLAYER or len(r.steps) < len(r.turns):  # others act, too; or a program does
+            continue
+        for k, turn in enumerate(r.turns):  # after the last turn an episode that is cut has a step
+            last = len(r.steps) if turn is r.turns[-1] else k + 1
+            given = sum(reward for reward, _ in r.steps[k:last])
+            other.append(abs(turn.reward - given) > SAME_REWARD)
+            if k and not r.steps[k - 1][1]:
+                before = r.turns[k - 1].prompt_ids + r.turns[k - 1].completion_ids
+                lost.append(turn.prompt_ids[: len(before)] != before)
+    for name, column in (("reward/misplaced", other), ("groups/history_lost", lost)):
+        found |= {name: statistics.fmean(column)} if column else {}
+    return found
+
+
+def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
+    """The fraction of the tokens of NUM_GREEDY greedy answers that the trainer finds another token
+    likelier than, by more than rounding. (A JSON schema may leave the likeliest out.)"""
+    free = [r for r in rollouts if r.turns and not any(t.kept_ids for t in r.turns)]
+    batch = to_tokens(free[:NUM_GREEDY])
+    rounding = 0.5 if policy.dtype.itemsize < 4 or policy.quantized else 0.05
+
+    def behind(own: Policy, micro: MicroBatch, hidden: Tensor, *_: Any) -> dict[str, Tensor]:
+        logits = own.to_logits(hidden[micro.predictors]).float()
+        return {"logprobs": logits.max(-1).values - logits.gather(1, micro.targets[:, None])[:, 0]}
+
+    nats = score_here(policy, batch.sequences, len(batch), 1.0, behind)
+    return {"gap/greedy": (nats > rounding).double().mean().item()} if len(batch) else {}
 
 
 def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Rollout:
     env_failure: bool = False  # it raised EnvFailure: neither trained on nor evaluated
     no_reward: bool = False  # by NoReward, as nobody could judge it: no failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
+    steps: list[tuple[float, bool]] = field(default_factory=list)  # reward and fresh of each Step
     # what rollouts.jsonl has besides, such as "tools" and "token_traces"
     for_log: dict[str, Any] = field(default_factory=dict)
 

@@ -8,7 +8,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from core import evaluation
+from core import evaluation, probes
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.files.run_log import RunLog
@@ -63,6 +63,8 @@ class Evaluator:
                 results[f"eval/{env}/seen"] = sum(seen) / len(seen)
         play_trivial = partial(self.collector.demonstrate, trivial=True)
         results |= evaluation.comparisons(self.progress, counted, held_out, play_trivial)
+        if not on_server:
+            results |= probes.of_greedy(self.collector.policy, counted)
         for line in evaluation.lines_about(counted, results, update):
             self.display.say(line)
         return results | {"time/eval_s": perf_counter() - started}

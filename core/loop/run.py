@@ -142,13 +142,15 @@ class Run:
         """
         cfg = self.cfg
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
-        metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None)
+        lr = cfg.lr * self.lr_factor
+        metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None, lr)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)
+        metrics |= probes.of_episodes(sampled, batch, metrics.get("reward/correct", 0.0))
         metrics |= trace_tokens(self.policy, cfg, batch, stats)
         seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
         metrics |= seen
         if cfg.warmup_updates or cfg.lr_schedule != "constant":
-            metrics["update/lr"] = cfg.lr * self.lr_factor
+            metrics["update/lr"] = lr
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
