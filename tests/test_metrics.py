@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algorithms.tokens import Tokens
-from core import evaluation
+from core import evaluation, probes
 from core.batching import to_tokens
 from core.config import Config
 from core.loop.evaluator import Evaluator
@@ -266,8 +266,9 @@ def test_the_paired_test_of_an_environment_is_of_its_own_tasks_that_have_not_cha
     assert found("uvwxyz", range(3)) == {}  # nothing is left to compare
 
 
-def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():
+def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task(monkeypatch):
     """Four tasks: right, wrong, failed, and one whose server did not answer."""
+    monkeypatch.setattr(probes, "of_greedy", lambda *_: {})  # these prompts are no text
     asked, logged = [], []
 
     def collect(drawn, sampler, params, on_progress):
@@ -289,8 +290,8 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     display = SimpleNamespace(phase=lambda *args: nullcontext(phase), say=print)
     evaluator = Evaluator(
         Config(env=("letter_counting",), eval_num_tasks=4, max_tokens=9, temperature=0.7),
-        SimpleNamespace(collect=collect, demonstrate=play_trivial), sampler=nullcontext(),
-        run_log=log, display=display, progress={},
+        SimpleNamespace(collect=collect, demonstrate=play_trivial, policy=None),
+        sampler=nullcontext(), run_log=log, display=display, progress={},
     )  # fmt: skip
     found, drawn = evaluator.evaluate(3), eval_tasks(["letter_counting"], 4)
     assert asked == [(drawn, SamplingParams(9, temperature=0.0))]
