@@ -189,9 +189,8 @@ def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[st
 
 def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
     """The fraction of the tokens of NUM_GREEDY greedy answers that the trainer finds another token
-    likelier than, by more than rounding. (A JSON schema may leave the likeliest out.)"""
-    free = [r for r in rollouts if r.turns and not any(t.kept_ids for t in r.turns)]
-    batch = to_tokens(free[:NUM_GREEDY])
+    likelier than, by more than rounding."""
+    batch = to_tokens([r for r in rollouts if r.turns][:NUM_GREEDY])
     rounding = 0.5 if policy.dtype.itemsize < 4 or policy.quantized else 0.05
 
     def behind(own: Policy, micro: MicroBatch, hidden: Tensor, *_: Any) -> dict[str, Tensor]:
