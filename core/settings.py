@@ -112,11 +112,6 @@ def as_words(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{flag(f'{prefix}{name}')}={value}"
 
 
-def read_config(file: Path) -> Config:
-    """The settings of a config.yaml. Imports the algorithm. Raises UsageError."""
-    return read_file(file)[1]
-
-
 def read_file(file: Path) -> tuple[dict[str, Any], Config]:
     """The settings of a config.yaml that were chosen, and all that it says. Imports the algorithm.
 
@@ -164,7 +159,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
     """The settings of a resolved `cfg` that differ from those in the run's folder: by name
     (grpo.clip_low), what they were and what they are."""
-    saved = config.resolve(read_config(run / "config.yaml"))
+    saved = config.resolve(read_file(run / "config.yaml")[1])
     old, new = (by_flag(config_to_dict(settings)) for settings in (saved, cfg))
     return {k: (old[k], new[k]) for k in old if k in new and old[k] != new[k]}
 

@@ -27,7 +27,7 @@ from core.extras import programs
 from core.faults import UsageError
 from core.files.run_log import read_records
 from core.sampler import SamplingParams
-from core.settings import read_config
+from core.settings import read_settings
 from core.tasks import Task
 from core.types import Completion
 from environments.__main__ import execute
@@ -458,6 +458,6 @@ def test_a_run_with_tools_is_shown_evaluated_and_logs_its_calls(command, tmp_pat
     first, last = read_records(tmp_path / "runs/a/metrics.jsonl")
     assert first["eval/calculator/called"] in (0.0, 0.5, 1.0)
     assert last["info/tool_calls"] >= 0 and "info/tool_errors" in last
-    assert read_config(tmp_path / "runs/a/config.yaml").system_prompt == "Be\nkind."
+    assert read_settings(tmp_path / "runs/a/config.yaml")["system_prompt"] == "Be\nkind."
     rollout = json.loads((tmp_path / "runs/a/rollouts.jsonl").read_text().splitlines()[0])
     assert rollout["messages"][0] == {"role": "system", "content": "Be\nkind."}

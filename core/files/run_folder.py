@@ -26,7 +26,7 @@ from core.chat_template import TODAY
 from core.config import MAX_NAME_BYTES, RUNS, SMOLLM2, TINY, Config, parse_template_options
 from core.faults import UsageError
 from core.files.atomic import PART, published, remove
-from core.settings import config_to_dict, read_config
+from core.settings import config_to_dict, read_file
 from environments.plumbing.registry import EnvSpec
 
 
@@ -88,7 +88,7 @@ def create_run(name: str, stem: str, settings: dict[str, Any]) -> Path:
         raise UsageError(f"{RUNS} is no folder; remove it") from None
     try:
         write_config(part, settings)
-        read_config(part / "config.yaml")
+        read_file(part / "config.yaml")
         while True:
             run = RUNS / name if name else next_folder(stem)
             if run.exists():
