@@ -91,7 +91,7 @@ def create_run(name: str, stem: str, settings: dict[str, Any]) -> Path:
         read_file(part / "config.yaml")
         while True:
             run = RUNS / name if name else next_folder(stem)
-            if run.exists():
+            if name and run.exists():
                 raise UsageError(f"--run-name {name}: {run} exists; use another, or --resume it")
             try:
                 return part.rename(run)
