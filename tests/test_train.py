@@ -142,7 +142,7 @@ def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(
     pays(lambda *_: 3e38)
     monkeypatch.setattr("core.loop.run.MAX_SKIPPED", 3)
     flags = """--sft-steps 0 --env task --num-updates 30 --num-prompts 1 --group-size 2
-        --eval-num-tasks 0 --save-every 0 --algo reinforce --reinforce.baseline none
+        --eval-num-tasks 0 --save-every 1 --algo reinforce --reinforce.baseline none
         --max-tokens 2""".split()
     code, _, err = command("--run-name", "a", *SMALL, *flags)
     assert code == 1 and err.count("\n") == 1 and "3 updates in a row" in err
