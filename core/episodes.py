@@ -44,16 +44,10 @@ from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Rollout
-from environments.base import (
-    PLAYER,
-    TRAIN_SEEDS,
-    EnvFailure,
-    NoReward,
-)
+from environments.base import PLAYER, TRAIN_SEEDS, EnvFailure, NoReward
 from environments.plumbing.registry import place_of
 from environments.plumbing.tools import name_of
 
-POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
 
 
@@ -263,7 +257,7 @@ class RolloutCollector:
                     sampling[sampler] -= len(ended)
                 sampling = +sampling  # drops the samplers that have no request left
                 # 4. Environments answer
-                outcomes = self.pool.ended(0.0 if sampling else POLL, on_progress)
+                outcomes = self.pool.ended(on_progress, may_wait=not sampling)
                 answers |= outcomes
                 calling -= len(outcomes)
         finally:  # after Ctrl-C nothing goes on, and no environment in use is used again

@@ -1,7 +1,7 @@
 """The environments of a collector: built, lent to episodes, called, reused and closed.
 
 Each episode has an environment of its own while it is played. At most `most_at_once` of those with
-a process or a connection of their own (`Env.heavy`), and of programs, exist at the same time.
+a process or a connection of their own (`Env.heavy`) exist at the same time.
 
 Quick environments are called as functions are, one after the other, in the order of their
 episodes. Those that wait (`Env.waits`) are called side by side, each call in a thread.
@@ -33,7 +33,7 @@ from environments.plumbing.tools import ReadCalls, ToolEnv, with_tools
 
 MAX_CALLS = 64  # of environments that wait, at the same time
 MAX_HEAVY = 32
-POLL = 0.05  # seconds of quick calls after which the loop looks at Ctrl-C again
+POLL = 0.05  # seconds after which the loop looks at Ctrl-C again, and at the sampler
 FIRST, BUILT = defaultdict[EnvSpec, Lock](Lock), set[EnvSpec]()  # held while a spec is first built
 
 
@@ -110,9 +110,9 @@ class Pool:
             else:
                 self.quick.append(group)
 
-    def ended(self, wait: float, on_progress: Callable[[], None]) -> dict[Any, Outcome]:
+    def ended(self, on_progress: Callable[[], None], may_wait: bool) -> dict[Any, Outcome]:
         """The outcome of each call that has ended. Makes quick calls for a moment; where there are
-        none, waits up to `wait` seconds.
+        none, and it `may_wait`, waits a moment for the others.
 
         A signal that ends the run calls `on_progress` within a quick call.
         """
@@ -125,7 +125,7 @@ class Pool:
                     raise outcome[1]
                 made.append((group, outcome))
         if self.slow.at_work:
-            made += self.slow.ended(0.0 if made else wait)
+            made += self.slow.ended(POLL if may_wait and not made else 0.0)
         outcomes: dict[Any, Outcome] = {}
         for group, (found, error) in made:
             for i, call in enumerate(group):  # an exception is that of all of them
@@ -150,7 +150,7 @@ class PooledEnv:
 
     def __init__(self, spec: EnvSpec, read_calls: ReadCalls):
         self.spec, self.read_calls = spec, read_calls
-        self.heavy = bool(spec.declares("heavy") or is_program(spec))
+        self.heavy = bool(spec.declares("heavy"))
         self.made: Any = None  # an Env or a MultiAgentEnv
         self.game: Any = None  # the same as a MultiAgentEnv, whose tools answer
 

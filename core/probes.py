@@ -293,7 +293,7 @@ def is_repeatable(cfg: Config, rollout: Rollout) -> bool:
     """Whether the same answers should earn the same: not with judges, which wait for a model or a
     server, nor where others act."""
     spec = next((env for env in cfg.env if env.short == rollout.env), None)
-    judged = spec is None or spec.declares("waits") or spec.declares("heavy") or is_program(spec)
+    judged = spec is None or spec.declares("waits") or spec.declares("heavy")
     return not judged and rollout.agent == PLAYER
 
 

@@ -65,7 +65,7 @@ class Program(Env):
     programs in containers reach the endpoint; `alone`: as `Env.alone`, for programs that take
     different times or wait for each other."""
 
-    is_program = waits = True  # core/extras/programs.py answers its requests
+    is_program = heavy = waits = True  # core/extras/programs.py answers its requests
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
 
     def __init__(
