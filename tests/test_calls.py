@@ -50,17 +50,28 @@ def collector(policy, monkeypatch):
     return make
 
 
-def test_those_that_wait_are_called_side_by_side(policy, collector):
+def test_those_that_wait_are_called_side_by_side_and_the_first_one_is_built_alone(
+    policy, collector, monkeypatch
+):
+    """What the first one reads, such as a data set that a function caches, the others have."""
+
     class Together(OneTurn):
-        waits = True
+        waits, num_building, seen = True, 0, []
+
+        def __init__(self):
+            Together.num_building += 1
+            time.sleep(0 if Together.seen else 0.05)
+            Together.seen.append(Together.num_building)
+            Together.num_building -= 1
 
         def step(self, response):
             together.wait(60)  # all four wait for each other
             return super().step(response)
 
-    together = threading.Barrier(4)
-    made, tasks = collector(Together, 4)
+    monkeypatch.setattr(pool, "BUILT", set())
+    together, (made, tasks) = threading.Barrier(4), collector(Together, 4)
     assert not any(r.error for r in made.collect(tasks, Scripted(policy), PARAMS))
+    assert Together.seen[0] == 1 and len(Together.seen) == 4
 
 
 def test_quick_calls_are_made_in_order_in_this_thread_and_a_long_one_shows_its_line(
@@ -148,24 +159,6 @@ def test_episodes_that_move_alone_have_the_same_tokens_and_rewards(policy, colle
         assert found == rollout and not found.error
     assert len({len(r.turns) for r in expected}) >= 2
     assert any(r.episode_truncated for r in expected)
-
-
-def test_the_first_of_those_that_wait_is_built_alone(policy, collector, monkeypatch):
-    """What it reads, such as a data set that a function caches, is there for the others."""
-
-    class Reads(OneTurn):
-        waits, building, seen = True, 0, []
-
-        def __init__(self):
-            Reads.building += 1
-            time.sleep(0.05 if not Reads.seen else 0)
-            Reads.seen.append(Reads.building)
-            Reads.building -= 1
-
-    monkeypatch.setattr(pool, "BUILT", set())
-    made, tasks = collector(Reads, 8)
-    rollouts = made.collect(tasks, Scripted(policy), PARAMS)
-    assert Reads.seen[0] == 1 and len(Reads.seen) == 8 and not any(r.error for r in rollouts)
 
 
 def test_a_call_has_a_limit_or_none_and_what_is_late_or_forgotten_has_no_consequence(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from core.batching import to_tokens
 from core.episodes import RolloutCollector, with_lowest_return
-from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.sampler import Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Completion, Rollout, Turn
@@ -170,27 +170,8 @@ def test_each_agent_has_its_own_rollout_and_rewards(policy):
     assert (bob.agent, bob.episode_return, len(bob.turns)) == ("bob", -1.0, 1)
     assert bob.messages[0]["content"] == "ann said ab"
     assert (single.agent, single.episode_return) == ("player", 1.0)
-    assert [len(prompts) for prompts in sampler.batches] == [2, 1]
-
-
-def test_each_agent_and_round_of_each_episode_draws_for_itself(policy):
-    """Equal prompts at the same time: with a shared stream all would always answer alike."""
-
-    @register("twins")
-    class Twins(MultiAgentEnv):
-        def reset(self, seed):
-            self.left = 2
-            return {name: [message("begin")] for name in ("ann", "bob")}
-
-        def step(self, responses):
-            self.left -= 1
-            new = message("begin") if self.left else None
-            return dict.fromkeys(responses, Step(new, 1.0, self.left == 0, fresh=True))
-
-    rollouts = play(policy, [Task("twins", 0, 0)] * 2, TorchSampler(policy))
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
-    assert len(turns) == 8 and len({tuple(turn.prompt_ids) for turn in turns}) == 1
-    assert len({tuple(turn.completion_ids) for turn in turns}) == 8
+    seeds = [derive_seed(PARAMS.seed, turn) for turn in range(2)]
+    assert sampler.draws == [[(seeds[0], 0), (seeds[0], 1000)], [(seeds[1], 1)]]
 
 
 def test_a_group_is_one_agent_of_one_task(policy):
