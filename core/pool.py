@@ -137,11 +137,9 @@ class Pool:
         A program is at work in any case: it is ended."""
         self.quick.clear()
         at_work = {call.env for group in self.slow.clear() for call in group}
-        unused = [env for env in self.lent if is_program(env.spec) or env not in at_work]
-        for env in unused:
-            if env.waits:
+        for env in self.lent:
+            if is_program(env.spec) or env not in at_work:
                 in_thread(env.close)
-        in_thread(lambda: [outcome_of(env.close) for env in unused if not env.waits])
         self.lent.clear()
 
 

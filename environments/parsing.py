@@ -25,7 +25,7 @@ from environments.base import Message, Step
 Action = TypeVar("Action")
 MAX_CHARACTERS = 10_000  # only the end of a longer response is searched
 MAX_PLAIN_CHARACTERS = 2_000  # the same for the plain pattern
-MAX_CANDIDATES = 50  # tried in each format
+MAX_OBJECTS = 50  # that are tried
 RETRIES, PENALTY = 2, 0.1  # after invalid actions
 
 
@@ -55,7 +55,7 @@ def json_objects(response: str) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects in the end of a response, the last first, also those in others."""
     text, decoder = response[-MAX_CHARACTERS:], json.JSONDecoder()
     start = len(text)
-    for _ in range(MAX_CANDIDATES):
+    for _ in range(MAX_OBJECTS):
         start = text.rfind("{", 0, start)
         if start < 0:
             return
@@ -127,18 +127,14 @@ def user(content: str) -> Message:
 def _tagged(text: str, key: str) -> Iterator[str]:
     """Yields the texts between `<key>` and `</key>`, the last first."""
     opening, closing = f"<{key}>", f"</{key}>"
-    end = len(text)
-    for _ in range(MAX_CANDIDATES):
-        end = text.rfind(closing, 0, end)
-        start = text.rfind(opening, 0, max(end, 0))
-        if start < 0:
-            return
+    end = text.rfind(closing)
+    while (start := text.rfind(opening, 0, max(end, 0))) >= 0:
         yield text[start + len(opening) : end].strip()
+        end = text.rfind(closing, 0, end)
 
 
 def _matches(text: str, pattern: str | None) -> Iterator[str]:
     """Yields the first groups of the matches of `pattern`, the last first."""
     if pattern is not None:
-        end = text[-MAX_PLAIN_CHARACTERS:]
-        groups = [match[1] for match in re.finditer(pattern, end, re.IGNORECASE)]
-        yield from reversed(groups[-MAX_CANDIDATES:])
+        found = re.finditer(pattern, text[-MAX_PLAIN_CHARACTERS:], re.IGNORECASE)
+        yield from reversed([match[1] for match in found])

@@ -197,7 +197,7 @@ class Conversations:
 def as_openai_writes_it(message: dict[str, Any]) -> Message:
     """A message of a request, with its calls in OpenAI's form."""
     functions = [{"name": n, "arguments": as_dict(text)} for _, n, text in message["calls"]]
-    calls = [{"function": function} for function in functions]
+    calls: list[dict[str, Any]] = [{"function": function} for function in functions]
     role, content = message["role"], message["content"]
     return clean_message({"role": role, "content": content, "tool_calls": calls})
 
