@@ -225,7 +225,6 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
         # the same rows have the same name in a later call, which resumes the run
         name = f"rows_{zlib.crc32(json.dumps(rows, default=repr).encode()):08x}"
         OBJECTS[name], data = rows, f"python:{name}"
-    given = set[str]()
 
     def text(value: Any) -> str:
         if isinstance(value, list | tuple):
@@ -234,11 +233,8 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
             return str(value)
         name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
         name = name if name.isidentifier() else "reward"  # of a lambda
-        while (earlier := OBJECTS.get(name, value)) is not value:
-            if name not in given and _is_defined_again(earlier, value):
-                break
+        while not _is_the_same(OBJECTS.get(name, value), value):
             name += "_2"
-        given.add(name)
         OBJECTS[name] = value
         return f"python:{name}"
 
@@ -246,11 +242,13 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
     return "rewarded:" + ",".join(f"{key}={text(value)}" for key, value in values.items())
 
 
-def _is_defined_again(earlier: Any, value: Any) -> bool:
-    """Whether a cell of a notebook that ran again has defined the function anew. Functions that one
-    function makes, and lambdas, are different ones."""
-    one, other = ((f.__module__, getattr(f, "__qualname__", "<")) for f in (earlier, value))
-    return one == other and "<" not in one[1]
+def _is_the_same(one: Any, other: Any) -> bool:
+    """Whether it is one function, or a cell of a notebook that ran again has compiled it anew. What
+    one function or loop makes is compiled once; lambdas are different ones."""
+    names = [(f.__module__, getattr(f, "__qualname__", "<")) for f in (one, other)]
+    codes = [getattr(f, "__code__", f) for f in (one, other)]
+    is_new = names[0] == names[1] and "<" not in names[0][1] and codes[0] is not codes[1]
+    return is_new or bool(one == other)
 
 
 def begin_run(info: RunInfo) -> None:

@@ -25,7 +25,8 @@ def test_find_answer_returns_the_last_complete_answer(response, answer):
     ("18 miles per hour", 18), (r"18\text{ cm}^2", 18), (r"90^\circ", 90), ("2 + 3 = 5", 5),
     ("2 / 4", Fraction(1, 2)), (r"\frac12", Fraction(1, 2)),
     (r"-3\frac{1}{2}", Fraction(-7, 2)), (r"10,\!000", 10000), (r"1\,234", 1234),
-    ("10\u2009000", 10000),
+    ("10\u2009000", 10000), (r"10,\! 000", 10000), (r"-1\;234\;567", -1234567),
+    ("18\u202fcm", 18),
 ])  # fmt: skip
 def test_parse_number_reads_the_usual_notations(text, value):
     assert parse_number(text) == (value,)
@@ -34,8 +35,8 @@ def test_parse_number_reads_the_usual_notations(text, value):
 def test_parse_number_rejects_expressions_words_and_several_numbers():
     texts = (
         "||.|-|x|2 + 2|6*3|1/0|1,00|3 4|18 or 19|18, 19|5 pi|5x|5 x|5 million|5!|5^2|5\\pi|%|50%%"
-        "|\\sqrt{4}|x >= 5|x != 5|x = 1, y = 2|x = 1 or x = 2|x \\not= 5|1e3|9**9**9|٣|five|inf|nan"
-        "|5 squared|1.2.3|--5|0x10|1/2/3|\ud800"
+        "|\\sqrt{4}|1,\\,200|x >= 5|x != 5|x = 1, y = 2|x = 1 or x = 2|x \\not= 5|1e3|9**9**9|٣"
+        "|five|inf|nan|5 squared|1.2.3|--5|0x10|1/2/3|\ud800"
     ).split("|")
     assert [text for text in texts if parse_number(text) is not None] == []
 

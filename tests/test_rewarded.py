@@ -207,11 +207,21 @@ def test_each_completion_and_each_function_has_lists_of_its_own():
     assert make(spec_of("sees", "chats.jsonl", prompt="question")).reset(3) == [USER]
 
 
-def test_a_cell_of_a_notebook_that_runs_again_defines_its_function_anew():
-    cells = [{}, {}]
-    for cell in cells:
+class Judge:
+    def score(self, completions):
+        return [1.0]
+
+
+def test_functions_of_one_name_are_different_ones_but_for_a_cell_that_runs_again():
+    one, again, made, judges = {}, {}, {}, [Judge(), Judge()]
+    for cell in (one, again):
         exec("def judge(completions): return [1.0]", {"__name__": "cell"}, cell)
-    assert len({of_objects(ROWS, cell["judge"]) for cell in cells}) == 1
+    loop = "for n in (0, 1):\n  def judge(completions, n=n): return [n]\n  made[n] = judge"
+    exec(loop, {"__name__": "loop", "made": made})
+    assert of_objects(ROWS, one["judge"]) == of_objects(ROWS, again["judge"])
+    assert of_objects(ROWS, judges[0].score) == of_objects(ROWS, judges[0].score)
+    assert of_objects(ROWS, judges[0].score) != of_objects(ROWS, judges[1].score)
+    assert of_objects(ROWS, made[0]) != of_objects(ROWS, made[1])
 
 
 @pytest.mark.parametrize(("texts", "num_held_out"), [
@@ -297,6 +307,7 @@ def datasets(place, monkeypatch):
 
 
 def test_local_files_of_other_kinds_are_rows_too(datasets):
+    Path(f"{Path.cwd().name}.py").touch()  # `datasets` takes it for a script that loads the folder
     table = datasets.Dataset.from_list(ROWS)
     table.to_csv("a.csv")
     table.to_parquet("a.parquet")

@@ -37,10 +37,8 @@ def read_rows(data: str, configuration: str, split: str) -> list[tuple[int, Row]
         with file.open(encoding="utf-8-sig", newline="") as lines:
             rows = csv.DictReader(lines, delimiter="\t" if data.endswith(".tsv") else ",")
             return [*enumerate(map(dict, rows), 1)]
-    loaded = import_library("datasets").load_dataset(
-        str(file.parent), data_files=file.name, split="train"
-    )
-    return [*enumerate(_as_stored(loaded), 1)]
+    load = import_library("datasets").load_dataset
+    return [*enumerate(_as_stored(load(file.suffix[1:], data_files=str(file), split=split)), 1)]
 
 
 def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:

@@ -32,8 +32,9 @@ NOT_UNITS = set(
     "billion trillion".split()
 )
 NOTATION = [  # pattern, replacement: unifies notations
-    (r"(?<!\\)\\[!,]|[\u2009\u202f]", ""),  # thin spaces: 10,\!000
-    (r"(?<!\\)\\[;: ]|\\(?:left|right|displaystyle)(?![a-z])|\\?\$|~", " "),
+    # spaces in a number: 10,\!000 and 10\,000
+    (r"(?<!\\)\\! *|(?<=[0-9])(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9/]))", ""),
+    (r"(?<!\\)\\[,;: ]|[\u00a0\u2009\u202f]|\\(?:left|right|displaystyle)(?![a-z])|\\?\$|~", " "),
     (r"\\%", "%"), (r"\{,\}", ","), (r"[−–]", "-"), (r"\^\{?\\circ\}?|°", ""),
     (r"\\(?:text|mathrm|mbox|textbf) *\{([^{}]*)\}", r" \1"),
     (r"\\[dt]frac", r"\\frac"), (r"\\frac *([0-9]) *([0-9])", r"\\frac{\1}{\2}"),
