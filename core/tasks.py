@@ -48,7 +48,7 @@ def begin(cfg: Config) -> RunInfo:
     Raises UsageError for unknown environments, and for settings that do not suit these.
     """
     train_envs, eval_envs = ([*map(str, envs)] for envs in (cfg.env, cfg.eval_env or cfg.env))
-    info = RunInfo(train_envs, eval_envs, cfg.num_updates, 0, cfg.seed)
+    info = RunInfo(train_envs, eval_envs, cfg.num_updates)
     begin_run(info)
     for name in ("train_difficulty", "curriculum"):
         if getattr(cfg, name) and not any(map(difficulty_key, cfg.env)):
@@ -70,16 +70,12 @@ def train_tasks(
     """The P tasks of an update, each G times in a row: [P·G]. Environments take turns.
 
     P is `num_prompts`, G `group_size`. A higher `attempt` draws other tasks for the same update.
-    Where an environment goes through its rows, seeds are their numbers: 0, 1, 2, .. from update 1.
     """
     rng = random.Random(derive_seed(seed, TASKS, update, attempt))
     tasks = []
     for group in range(num_prompts):
-        number = update * num_prompts + group
-        env, drawn = envs[number % len(envs)], rng.choice(TRAIN_SEEDS)
-        if not attempt and rewarded.is_in_order(env):
-            drawn = TRAIN_SEEDS[(number - num_prompts) // len(envs)]
-        tasks += [Task(env, drawn, group)] * group_size
+        env = envs[(update * num_prompts + group) % len(envs)]
+        tasks += [Task(env, rng.choice(TRAIN_SEEDS), group)] * group_size
     return tasks
 
 

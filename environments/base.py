@@ -200,7 +200,6 @@ class RunInfo:
     eval_envs: Sequence[str]  # and of --eval-env
     num_updates: int = 0  # in all; 0: none, or as many as --max-sampled-tokens allows
     updates_done: int = 0  # that are complete; changes while the run goes on
-    seed: int = 0  # of the run
 
 
 class Instance:

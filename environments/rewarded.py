@@ -34,11 +34,10 @@ the row, and what it returns ends the prompt. Functions get these objects, `envi
 completion (of messages) has all that the policy and the tools said, in OpenAI's form; they are
 called for each completion by itself, also where an episode is cut off between calls.
 
-By default each prompt of an update is drawn from all rows; `order=shuffled` goes through all rows
-in an order that the run's seed decides, each pass in another one. One prompt in eight is reserved
-for evaluation, decided by a hash of its text, or one row in eight if all have the same prompt;
-where that leaves none for one of both, all rows are for both. Where --eval-env names other data,
-both are used whole: let them have no prompt in common.
+Each prompt of an update is drawn from all rows. One prompt in eight is reserved for evaluation,
+decided by a hash of its text, or one row in eight if all have the same prompt; where that leaves
+none for one of both, all rows are for both. Where --eval-env names other data, both are used whole:
+let them have no prompt in common.
 """
 
 import asyncio
@@ -58,11 +57,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from environments.base import (
     EVAL_SEEDS,
-    TRAIN_SEEDS,
     Env,
     EnvFailure,
     Message,
@@ -80,7 +78,6 @@ from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute, m
 
 RUN = RunInfo((), ())  # that of this process; without one all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
-Order = Literal["random", "shuffled"]
 Source = tuple[str, str, str]  # data, config, split
 OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
 OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, and name made"
@@ -92,9 +89,8 @@ class Rewarded(Env):
     FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
     a response is right if this function, one of `reward` by its name, returns as much; `raw`: a
     prompt that is a text is tokenized as it is, without the chat template; `name`: of this
-    environment, in titles and metrics; `order`: of the rows in training; `tools`: functions that
-    the policy may call; `environment`: a class as TRL's `environment_factory`, whose methods are
-    tools."""
+    environment, in titles and metrics; `tools`: functions that the policy may call; `environment`:
+    a class as TRL's `environment_factory`, whose methods are tools."""
 
     def __init__(
         self,
@@ -108,7 +104,6 @@ class Rewarded(Env):
         threshold: float = 1.0,
         raw: bool = False,
         name: str = "",
-        order: Order = "random",
         tools: tuple[str, ...] = (),
         environment: str = "",
     ):
@@ -131,7 +126,7 @@ class Rewarded(Env):
             *zip(names, functions, weights or [1.0] * len(names), strict=True)
         ]
         self.waits = all(map(inspect.iscoroutinefunction, functions))
-        self.prompt, self.order, self.raw = prompt, order, raw
+        self.prompt, self.raw = prompt, raw
         self.world = import_attribute(environment)() if environment else None
         methods = inspect.getmembers(type(self.world), inspect.isfunction)  # of None: none
         self.tools = [*map(import_attribute, tools)] + [
@@ -146,7 +141,7 @@ class Rewarded(Env):
 
     def reset(self, seed: int) -> list[Message]:
         self.is_evaluation = seed in EVAL_SEEDS
-        self.row = draw(seed, self.train, self.test, self.order)
+        self.row = draw(seed, self.train, self.test)
         self.asked = self.row[self.prompt]
         if self.world is not None:
             row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
@@ -273,27 +268,11 @@ class Placed(Row):
     place = ""
 
 
-def draw(seed: int, train: list[Placed], test: list[Placed], order: Order = "random") -> Placed:
-    """The row of a seed; those of evaluation in their order, each once. `order`: of the others; if
-    shuffled, the first seeds for training are the first pass over the rows, and so on."""
+def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
+    """The row of a seed; those of evaluation in their order, each once."""
     if seed in EVAL_SEEDS:
         return test[(seed - EVAL_SEEDS.start) % len(test)]
-    if order == "random" or seed not in TRAIN_SEEDS:
-        return random.Random(seed).choice(train)
-    done, place = divmod(seed - TRAIN_SEEDS.start, len(train))
-    return train[shuffled(RUN.seed, done, len(train))[place]]
-
-
-@functools.lru_cache(maxsize=2)  # an update may end one pass and begin the next
-def shuffled(seed: int, done: int, count: int) -> list[int]:
-    """The order of `count` rows, after `done` passes over them, in a run with this seed."""
-    return random.Random(f"{seed} {done}").sample(range(count), count)
-
-
-def is_in_order(spec: str | EnvSpec) -> bool:
-    """Whether the environment goes through its rows: then its seeds for training are 0, 1, 2, .."""
-    spec = EnvSpec.read(spec)
-    return spec.name == "rewarded" and spec.values["order"] != "random"
+    return random.Random(seed).choice(train)
 
 
 @functools.cache  # a run needs all its data until its end

@@ -16,11 +16,11 @@ from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.files.run_log import read_records
 from core.sampler import SamplingParams
-from core.tasks import Task, eval_tasks, train_tasks
+from core.tasks import Task, eval_tasks
 from core.tiny import PRETRAINED, write_tiny
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
-from environments.plumbing.registry import EnvSpec, absolute, make
+from environments.plumbing.registry import absolute, make
 from environments.plumbing.tools import call_text
 from environments.rewarded import Rewarded, of_objects
 
@@ -274,29 +274,6 @@ def test_rows_of_one_prompt_are_tasks_and_too_few_are_for_both_uses(capsys):
         env = make(spec_of("accuracy", f"{name}.jsonl"))
         assert env.train == env.test == few
         assert "the run evaluates on what it trains on" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("others", [[], ["snake"]])
-def test_a_run_may_go_through_the_rows_shuffled(others):
-    write("few.jsonl", ROWS[:20])
-    used = [row["prompt"] for row in ROWS[:20] if not is_held_out(row["prompt"])]
-
-    def drawn(order, seed, num_prompts):
-        """The prompts of two passes over the rows."""
-        spec = spec_of("zero", "few.jsonl", order=order)
-        rewarded.begin_run(RunInfo([spec], [spec], seed=seed))
-        envs = [EnvSpec.read(e) for e in [spec, *others]]
-        updates = range(1, 1 + 2 * len(used))
-        tasks = [t for u in updates for t in train_tasks(envs, seed, u, num_prompts, 1)]
-        seeds = [task.seed for task in tasks if str(task.env) == spec]
-        return prompts_of(make(spec), seeds[: 2 * len(used)])
-
-    first = drawn("shuffled", 0, 3)
-    assert first == drawn("shuffled", 0, 4) and first != drawn("shuffled", 1, 3)
-    passes = first[: len(used)], first[len(used) :]
-    assert [sorted(each) for each in passes] == [sorted(used)] * 2
-    assert passes[0] != passes[1] and passes[0] != used
-    assert len({*drawn("random", 0, 3)[: len(used)]}) < len(used)
 
 
 @pytest.fixture
