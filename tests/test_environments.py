@@ -71,7 +71,7 @@ RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
     for spec in [*SPECS, *MULTI_AGENT]
 ])  # fmt: skip
 def test_check_env_finds_nothing_wrong_with_our_environments(spec, monkeypatch):
-    monkeypatch.setattr(check, "NUM_OPENINGS", 20 if spec in SLOW else 200)
+    monkeypatch.setattr(check, "NUM_OPENINGS", 20 if spec in SLOW else 80)
     facts = (SPECS | MULTI_AGENT)[spec]
     report = check_env(spec, facts.num_seeds, other_process=False)
     assert not report.problems

@@ -11,6 +11,7 @@ import pytest
 import train
 from core import config
 from core.algorithm import options_of
+from core.files.run_log import read_records
 from core.other_names import ADVICE, OTHER_NAMES
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, list_envs, make
@@ -100,7 +101,8 @@ def test_the_rows_and_functions_of_a_notebook_are_trained_on(command, monkeypatc
     for cfg, data in runs:
         cfg = replace(cfg, num_updates=1, device="cpu", **small)
         assert train.run(cfg, **data) == 0
-    assert Path("runs/sums").exists() and len(runs) == 2
+    assert train.run(config.Config(resume="runs/sums", num_updates=2), **runs[0][1]) == 0
+    assert read_records(Path("runs/sums/metrics.jsonl"))[-1]["update"] == 2 and len(runs) == 2
 
 
 def test_a_name_of_another_trainer_is_answered_with_flags_that_exist_as_on_the_page():

@@ -25,9 +25,11 @@ from environments.plumbing.registry import (
     absolute,
     import_attribute,
     make,
+    name_object,
     register,
     relative,
 )
+from environments.rewarded import of_objects
 
 GAMES = """
 from words import WORD  # a file beside this one
@@ -172,18 +174,18 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     run = place / "runs/a"
     spec = f"{place}/games.py:Maze:size=4"
     assert yaml.safe_load((run / "config.yaml").read_text())["env"] == [spec]
+    place.rename(tmp_path / "moved")
     other = tmp_path / "other"
     other.mkdir()
     (other / "games.py").write_text("raise OSError('the wrong file')\n")
     monkeypatch.chdir(other)
-    code, _, err = command("--resume", run, "--num-updates", "2")
-    assert code == 0, err
-    place.rename(tmp_path / "moved")
-    again = ["--resume", tmp_path / "moved/runs/a", "--num-updates", "3"]
+    again = ["--resume", tmp_path / "moved/runs/a", "--num-updates", "2"]
     code, _, err = command(*again)
     assert code == 2 and "no file" in err and "name it again" in err
     code, _, err = command(*again, "--env", f"{tmp_path}/moved/games.py:Maze:size=4")
     assert code == 0, err
+    records = read_records(tmp_path / "moved/runs/a/metrics.jsonl")
+    assert records[-1]["update"] == 2 and "changed_code" not in records[-1].get("warnings", {})
 
 
 def test_the_name_of_a_built_in_environment_is_taken():
@@ -253,43 +255,35 @@ def settings(**changes):
     )  # fmt: skip
 
 
-def first_rollout(run):
-    return json.loads(Path(run, "rollouts.jsonl").read_text().splitlines()[0])
-
-
-def test_an_environment_is_given_as_an_object_of_python(place, capsys):
-    env = Turns(2)
-    assert train.run(settings(run_name="object"), env=env) == 0
-    assert first_rollout("runs/object")["return"] == 2.0
+def test_an_environment_is_given_as_an_object_of_python_and_told_of_its_run(place, capsys):
+    env, told = Turns(2), []
+    copies = [make(name_object(env)) for _ in range(2)]
+    assert [copy.step("a").reward for copy in copies] == [2.0, 2.0]
     assert env.turns == 0 and env.shared == []  # episodes are played with copies
-    assert train.run(settings(run_name="a", train_difficulty=3), env=Turns) == 0
-    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"] == ["Turns"]
-    repeat = repeat_command(Path("runs/a"), read_settings(Path("runs/a/config.yaml")))
-    assert eval(repeat, {"train": train}) == 0
-    assert first_rollout("runs/again")["return"] == 3.0
-    capsys.readouterr()
-    registry.ENVIRONMENTS.pop("Turns")  # the same resume rule as for `register`
-    assert train.execute(["--resume", "runs/a", "--num-updates", "3"]) == 2
-    assert "train.run" in capsys.readouterr().err
-
-
-def test_a_class_is_told_once_of_its_run_and_reads_how_far_that_is(place):
-    told = []
 
     class Rows(Turns):
         @classmethod
         def begin_run(cls, info):
-            assert not told
             told.append([info])
 
         def reset(self, seed):
-            told[0].append(told[0][0].updates_done)
+            told[-1].append(told[-1][0].updates_done)
             return super().reset(seed)
 
-    assert train.run(settings(num_updates=2, eval_every=1), env=Rows) == 0
+    cfg = settings(run_name="a", train_difficulty=3, num_updates=2, eval_every=1)
+    assert train.run(cfg, env=Rows) == 0
     [[info, *seen]] = told
     assert [*info.train_envs] == [*info.eval_envs] == ["Rows"] and info.num_updates == 2
     assert [*dict.fromkeys(seen)] == [0, 1, 2] and seen == sorted(seen)
+    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"] == ["Rows"]
+    repeat = repeat_command(Path("runs/a"), read_settings(Path("runs/a/config.yaml")))
+    assert eval(repeat, {"train": train}) == 0 and len(told) == 2
+    rollout = json.loads(Path("runs/again/rollouts.jsonl").read_text().splitlines()[0])
+    assert rollout["return"] == 3.0
+    capsys.readouterr()
+    registry.ENVIRONMENTS.pop("Rows")  # the same resume rule as for `register`
+    assert train.execute(["--resume", "runs/a", "--num-updates", "3"]) == 2
+    assert "train.run" in capsys.readouterr().err
 
 
 ROWS = [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(20)]
@@ -308,24 +302,22 @@ class Judge:
         return [0.5] * len(completions)
 
 
-def test_rows_and_reward_functions_are_given_as_objects_of_python(place, capsys):
+def test_rows_and_reward_functions_are_given_as_objects_of_python(place):
     functions = [length(0.5), length(0.75), Judge(), lambda completions: [0.25] * len(completions)]
     options = {"reward": functions, "weights": [1, 0, 2, 4], "correct": functions[2]}
-    assert train.run(settings(run_name="given"), data=ROWS, **options, threshold=0.5) == 0
-    [spec] = yaml.safe_load(Path("runs/given/config.yaml").read_text())["env"]
+    spec = of_objects(ROWS, **options, threshold=0.5)
     name = spec.partition("data=")[2].partition(",")[0]
     assert spec == (f"rewarded:data={name},reward=python:brief python:brief_2 python:Judge "
                     "python:reward,weights=1 0 2 4,correct=python:Judge,threshold=0.5")  # fmt: skip
-    info = first_rollout("runs/given")["info"]
-    assert info["reward_Judge"] == 0.5 and info["correct"] and info["reward_brief_2"] >= 0.75
-    again = Config(resume="runs/given", num_updates=2)
-    data = map(dict, ROWS)  # the same rows
-    assert train.run(again, data=[*data], **options, threshold=0.5) == 0
-    assert read_records(Path("runs/given/metrics.jsonl"))[-1]["update"] == 2
-    capsys.readouterr()
+    assert spec == of_objects([*map(dict, ROWS)], **options, threshold=0.5)  # the same rows
+    env = make(spec)
+    env.reset(0)
+    step = env.step("12345678")
+    assert step.reward == 0.5 + 0 + 1.0 + 1.0
+    assert step.info["correct"] and step.info["reward_brief_2"] == 0.75
     registry.OBJECTS.clear()  # as another Python
-    assert train.execute(["--resume", "runs/given", "--num-updates", "3"]) == 2
-    assert "give it again, train.run(.., data=.., reward=..)" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="give it again"):
+        make(spec)
 
 
 LOCKED = Turns()

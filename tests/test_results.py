@@ -17,12 +17,10 @@ def test_an_edited_reward_does_not_learn(command):
         --device cpu --run-name a --num-updates 1 --model-id tiny-random"""
     assert command("--env", "rewarded:data=d.jsonl,reward=r.py:right", *flags.split())[0] == 0
     assert [first["update"] for _, first, _ in before_after(metrics_of("runs/a"))] == [0]
-    assert command("--resume", "runs/a", "--num-updates", 2)[0] == 0
-    assert "changed_code" not in metrics_of("runs/a")[2].get("warnings", {})
     Path("r.py").write_text(REWARDS.format(1))
-    _, out, _ = command("--resume", "runs/a", "--num-updates", 3)
+    _, out, _ = command("--resume", "runs/a", "--num-updates", 2)
     assert "a file of rewarded" in out and "It learns" not in out
     records = metrics_of("runs/a")
-    assert "changed_code" in records[3]["warnings"]
+    assert "changed_code" in records[2]["warnings"]
     [(env, first, last)] = before_after(records)
-    assert first is last is records[3] and last[f"eval/{env}/p_value"] == 1.0
+    assert first is last is records[2] and last[f"eval/{env}/p_value"] == 1.0
