@@ -147,8 +147,9 @@ def test_the_third_hint_and_the_solution_are_code_of_the_exercise(capsys):
     for arguments, text in (("--hint 6 3", "log_r.exp"), ("--solution 6", "def kl_k3(")):
         assert execute(arguments.split()) == 0
         assert text in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        execute(["--hint", "11"])
+    for wrong in ("--hint 11", "--hint 6 4", "--hint 6 3 1", "--solution 0"):
+        with pytest.raises(SystemExit, match="2"):
+            execute(wrong.split())
 
 
 @pytest.mark.parametrize("line, text", [(1, "def f(:\n"), (2, "import torch\nimport nothing_x\n")])

@@ -49,32 +49,27 @@ class Options(LoopOptions):
         return own | {"value_head" if self.advantages == "7" else "groups"}
 
 
-class Grid:
-    """Tokens as exercises see them: a row for each number in `ids` [n], padded on the right.
+def rows_of(ids: Tensor) -> Tensor:
+    """Where tokens are as exercises see them, True: a row for each number in `ids` [n], padded on
+    the right."""
+    _, lengths = ids.unique_consecutive(return_counts=True)
+    return torch.arange(int(lengths.max()), device=ids.device) < lengths[:, None]
 
-    >>> grid = Grid(torch.tensor([3, 3, 5]))
-    >>> grid.pad(torch.tensor([1.0, 2.0, 3.0]))
+
+def pad(x: Tensor, mask: Tensor) -> Tensor:
+    """[n] to rows, 0 off the mask.
+
+    >>> pad(torch.tensor([1.0, 2.0, 3.0]), rows_of(torch.tensor([3, 3, 5])))
     tensor([[1., 2.],
             [3., 0.]])
     """
-
-    def __init__(self, ids: Tensor) -> None:
-        _, lengths = ids.unique_consecutive(return_counts=True)
-        width = torch.arange(int(lengths.max()), device=ids.device)
-        self.mask = width < lengths[:, None]  # bool; row by row it has n True
-
-    def pad(self, x: Tensor) -> Tensor:
-        """[n] to rows, 0 off the mask."""
-        return x.new_zeros(self.mask.shape).masked_scatter(self.mask, x)
+    return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 @dataclass(frozen=True)
 class Exercises:
-    """Exercises of a scratch.py, with the signatures of the files in algorithms/.
-
-    An exception in the participant's code, or a result of another type or shape, raises UsageError:
-    one line with the exercise.
-    """
+    """Exercises of a scratch.py, with the signatures of the files in algorithms/. Raises UsageError
+    for an exception in them and for a result of another type or shape."""
 
     module: ModuleType
     exercises: tuple[int, ...] = (3, 5, 8)  # those that train; without 8 the library samples
@@ -98,11 +93,10 @@ class Exercises:
             return {"advantages": advantages, "value_targets": targets}
         turns = turns_of(tokens)  # one for each rollout
         if 10 in self.exercises:
-            grid = Grid(tokens.rollout)
-            rows = grid.pad(tokens.rewards)
-            group_ids = tokens.group[turns.last_token]
-            found = self._call("advantages_of_tokens", rows, grid.mask, group_ids, like=rows)
-            return {"advantages": found[grid.mask]}
+            mask = rows_of(tokens.rollout)
+            rows, group_ids = pad(tokens.rewards, mask), tokens.group[turns.last_token]
+            found = self._call("advantages_of_tokens", rows, mask, group_ids, like=rows)
+            return {"advantages": found[mask]}
         returns = turns.returns.float()  # [rollouts]
         compared = group_sum(torch.ones_like(returns), turns.peers) > 1
         advantages = torch.zeros_like(returns)
@@ -118,23 +112,19 @@ class Exercises:
         tokens of one micro-batch; multiplied by Σ token_weights, the losses of the micro-batches
         add up to the mean over the step. An importance weight w >= 0 is a factor of the advantage:
         min(ρwA, ρ'wA) = w min(ρA, ρ'A). So is the ratio in exercise 4, as in
-        algorithms/reinforce.py; it is 1 in the first step. Tokens of weight 0 are left out. With
-        exercise 7 the error of the values is added. Gradients flow through `tokens.logprobs` and
-        `tokens.values`.
+        algorithms/reinforce.py. Tokens of weight 0 are left out. With exercise 7 the error of the
+        values is added. Gradients flow through `tokens.logprobs` and `tokens.values`.
         """
-        grid, token_weights = Grid(tokens.sequence), tokens.token_weights
-        mask = grid.pad(token_weights) > 0
+        grid, token_weights = rows_of(tokens.sequence), tokens.token_weights
+        mask = pad(token_weights, grid) > 0
         ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
-        weighted = tokens.importance_weights * tokens.advantages
+        factors = tokens.importance_weights * tokens.advantages
         loss = 0 * tokens.logprobs.sum()
         if mask.any():
-            rows = grid.pad(tokens.logprobs)
-            if 5 in self.exercises:
-                old = grid.pad(tokens.old_logprobs)
-                mean = self._call("clipped_loss", rows, old, grid.pad(weighted), mask, like=loss)
-            else:
-                factors = grid.pad(ratio * weighted)
-                mean = self._call("reinforce_loss", rows, factors, mask, like=loss)
+            name, rows = "clipped_loss", [tokens.logprobs, tokens.old_logprobs, factors]
+            if 5 not in self.exercises:
+                name, rows = "reinforce_loss", [tokens.logprobs, ratio * factors]
+            mean = self._call(name, *(pad(x, grid) for x in rows), mask, like=loss)
             loss = mean * token_weights.sum()
         clip = (CLIP, CLIP) if 5 in self.exercises else (1.0, math.inf)  # 4 does not clip
         metrics = surrogate_metrics(tokens, ratio, *clip)
@@ -147,8 +137,7 @@ class Exercises:
     def weighted_kl(self, logprobs: Tensor, ratio: Tensor, other: Tensor, kind: str) -> Tensor:
         """Returns ρ times exercise 6 for each token, as algorithms/kl.py does for k3: [n].
 
-        `kind` is ignored. Gradients flow through `logprobs` and `ratio`.
-        """
+        Gradients flow through `logprobs` and `ratio`."""
         return ratio * self._call("kl_k3", logprobs, other, like=logprobs)
 
     def draw(self, logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,12 +165,11 @@ class Exercises:
 
 
 def load_scratch(cfg: Config) -> Algorithm:
-    """Imports the scratch.py of --algo and checks its exercises.
-
-    --algo scratch is ./scratch.py, or else the one beside train.py.
+    """Imports the file of --algo and checks its exercises; `scratch` is ./scratch.py, or else the
+    one beside train.py. An exercise that is wrong is allowed; `remarks` names it.
 
     Raises UsageError if the file cannot be imported, or if an exercise that training needs is not
-    written yet. An exercise that is wrong is allowed; `remarks` names it.
+    written yet.
     """
     options = cfg.options
     assert isinstance(options, Options)
@@ -195,10 +183,9 @@ def load_scratch(cfg: Config) -> Algorithm:
     titles = {e.number: f"exercise {e.number} ({e.name})" for e in checker.EXERCISES}
     command = f"python {checker.name_of(file)}"
     if missing := used - written - {10}:  # 10 has its bug from the beginning
-        raise UsageError(
-            f"--algo {Path(cfg.algo).name} needs {' and '.join(titles[n] for n in sorted(missing))}"
-            f", not written yet; {command} checks what you write"
-        )
+        needed = " and ".join(titles[number] for number in sorted(missing))
+        raise UsageError(f"--algo {Path(cfg.algo).name} needs {needed}, not written yet; {command} "
+                         "checks what you write")  # fmt: skip
     own = Exercises(module, tuple(sorted(used)))
     return Algorithm(
         own.compute_advantages, own.compute_loss, Path(str(module.__file__)),

@@ -17,8 +17,9 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -57,23 +58,19 @@ def execute(args: list[str], file: Path = FILE) -> int:
     Returns the exit code: 0 if all exercises are right, 1 if not, 2 if the file cannot be imported.
     """
     parser = argparse.ArgumentParser("scratch.py", description="Check the exercises of scratch.py.")
-    numbers = [exercise.number for exercise in EXERCISES]
-    parser.add_argument(
-        "--hint", type=int, nargs="+", metavar=("N", "STEP"),
-        help="print a hint for exercise N. STEP 1 (default): a question, 2: the idea, 3: the line",
-    )  # fmt: skip
-    parser.add_argument(
-        "--solution", type=int, choices=numbers, metavar="N", help="print a solution of exercise N"
-    )
+    hint = "print a hint for exercise N. STEP 1 (default): a question, 2: the idea, 3: the line"
+    parser.add_argument("--hint", type=int, nargs="+", metavar=("N", "STEP"), help=hint)
+    parser.add_argument("--solution", type=int, metavar="N", help="print a solution of exercise N")
     options = parser.parse_args(args)
+    asks_solution = options.solution is not None
+    number, step, *more = [*([options.solution] if asks_solution else options.hint or [1]), 1, 1]
+    if number not in range(1, 11) or step not in (1, 2, 3) or len(more) > 2:
+        parser.error("an exercise is 1 to 10, the step of a hint 1, 2 or 3")
     print_any_character()
-    if options.solution:
-        print(inspect.getsource(getattr(solutions, EXERCISES[options.solution - 1].name)))
+    if asks_solution:
+        print(inspect.getsource(getattr(solutions, EXERCISES[number - 1].name)))
         return 0
     if options.hint:
-        number, step = (*options.hint, 1)[:2]
-        if number not in numbers or step not in (1, 2, 3) or len(options.hint) > 2:
-            parser.error("--hint takes an exercise, 1 to 10, and a step: 1, 2 or 3")
         print_hint(EXERCISES[number - 1], step)
         return 0
     torch.set_printoptions(precision=4, threshold=40, linewidth=90, sci_mode=False)
@@ -114,9 +111,8 @@ def check_all(module: ModuleType) -> list[Verdict]:
 def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
     """Returns the verdict on one exercise; the first fact that does not hold decides.
 
-    The exercises that it calls are those of the solutions, so that it is judged alone, and an error
-    is shown in its own line. If it is wrong with them, it may still be right with the participant's
-    own, which can accept more.
+    It is judged alone: the exercises that it calls are those of the solutions. If it is wrong with
+    them, it may still be right with the participant's own, which can accept more.
     """
     own = {e.name: vars(module)[e.name] for e in EXERCISES if e.name in vars(module)}
     others = {name: getattr(solutions, name) for name in own if name != exercise.name}
@@ -203,21 +199,20 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str) -> None
         note = f"read {v.exercise.read}" if v.state == "right" else ""
         table.add_row(str(v.exercise.number), v.exercise.title, LABELS[v.state], note)
     console.print(table)
+    say = partial(console.print, markup=False, soft_wrap=True)
     for v in verdicts:
         if v.state == "wrong":
-            console.print(f"\n[bold]{v.exercise.number}. {v.exercise.name}[/] [red]✗[/] ", end="")
-            console.print(v.statement, markup=False, soft_wrap=True)
+            say(f"\n{v.exercise.number}. {v.exercise.name} ✗ {v.statement}", style="red")
         for label, text in v.rows.items():
-            for first, line in enumerate(text.splitlines()):
-                line = f"   {'' if first else label:10}{line}"
-                console.print(line, markup=False, soft_wrap=True)
+            if text:
+                say(indent(text, " " * 13).replace(" " * 13, f"   {label:10}", 1))
     number = next((v.exercise.number for v in verdicts if v.state != "right"), None)
-    lines = [f"\nAll right. Now train with your functions: {train}"]
-    if number:
-        lines = [f"\nNext: exercise {number}. For a hint: python {file} --hint {number}"]
-        lines += [f"You can train with these already: {train}"] if number > 4 else []
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    if number is None:
+        say(f"\nAll right. Now train with your functions: {train}")
+    else:
+        say(f"\nNext: exercise {number}. For a hint: python {file} --hint {number}")
+        if number > 4:
+            say(f"You can train with these already: {train}")
 
 
 def print_hint(exercise: Exercise, step: int) -> None:
