@@ -117,3 +117,11 @@ def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
     with pytest.raises(UsageError) as error:
         make(spec)
     assert "\n" not in str(error.value) and spec in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gymnasium", "reasoning_gym"])
+def test_a_missing_library_is_a_usage_error_with_the_install_command(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    package = name.replace("_", "-")
+    with pytest.raises(UsageError, match=rf"{package} is not installed: pip install -e .*envs"):
+        make(name)

@@ -19,14 +19,6 @@ def play(env, choices, seed=0):
     return [env.step(choice(word)) for word in choices]
 
 
-def demonstrate(env, seed, hasty=False):
-    env.reset(seed)
-    steps = []
-    while not steps or not steps[-1].done:
-        steps.append(env.step(env.demonstrate(hasty)))
-    return steps
-
-
 def test_opponents_follow_their_rule_and_the_reward_is_the_points_over_the_maximum():
     assert [s.reward for s in play(iterated_game("always_cooperate"), [C, D])] == [0.6, 1.0]
     assert [s.reward for s in play(iterated_game("always_defect"), [C, D])] == [0.0, 0.2]
@@ -44,33 +36,22 @@ def test_correct_means_the_maximum_return_of_all_sequences(opponent):
     returns = [sum(step.reward for step in steps) for steps in episodes]
     for steps, total in zip(episodes, returns, strict=True):
         assert steps[-1].info["correct"] == (total == pytest.approx(max(returns)))
-    best = demonstrate(env, 0)
-    assert sum(step.reward for step in best) == pytest.approx(max(returns))
+    env.reset(0)
+    best = [env.step(env.demonstrate()).reward for _ in range(4)]
+    assert sum(best) == pytest.approx(max(returns))
 
 
-def both(env, row, column):
-    return env.step({"row": choice(row), "column": choice(column)})
-
-
-def test_self_play_rewards_each_agent_with_its_own_points():
+def test_self_play_rewards_each_agent_and_waits_for_the_one_that_repeats_its_choice():
     env = iterated_game("self", rounds=2)
     opening = env.reset(0)
     assert "CC 3/3, CD 0/5, DC 5/0, DD 1/1" in opening["row"][0]["content"]
     assert opening["column"] == opening["row"]
-    steps = both(env, D, C)
-    assert (steps["row"].reward, steps["column"].reward) == (1.0, 0.0)
-    assert steps["row"].message["content"] == "You defect, other cooperate. Round 2 of 2."
-    assert steps["column"].message["content"] == "You cooperate, other defect. Round 2 of 2."
-    steps = both(env, C, D)
-    assert (steps["row"].reward, steps["column"].reward) == (0.0, 1.0)
-    assert all(step.done and not step.info["correct"] for step in steps.values())
-
-
-def test_self_play_waits_for_the_agent_that_repeats_its_choice():
-    env = iterated_game("self", rounds=1)
-    env.reset(0)
     steps = env.step({"row": choice(D), "column": "hm"})
     assert list(steps) == ["column"] and steps["column"].reward == -0.1 and steps["column"].message
     steps = env.step({"column": choice(C)})
     assert (steps["row"].reward, steps["column"].reward) == (1.0, 0.0)
-    assert steps["row"].done and steps["column"].done
+    assert steps["row"].message["content"] == "You defect, other cooperate. Round 2 of 2."
+    assert steps["column"].message["content"] == "You cooperate, other defect. Round 2 of 2."
+    steps = env.step({"row": choice(C), "column": choice(D)})
+    assert (steps["row"].reward, steps["column"].reward) == (0.0, 1.0)
+    assert all(step.done and not step.info["correct"] for step in steps.values())

@@ -1,8 +1,4 @@
-"""How Gymnasium environments are described to a policy, and players for some of them.
-
-Two have rules in few words, names for their actions and a player. For all others the rules are
-those of the environment's docstring and the state is numbers; actions are numbers or JSON. A `Game`
-of yours (`words=module:GAME`) replaces both.
+"""How Gymnasium environments are described to a policy, and players for two of them.
 
 CartPole: pushes towards the side to which the pole leans and falls. Blackjack: basic strategy
 without doubling and splitting (Baldwin et al., 1956); mean return about -0.045 per hand.
