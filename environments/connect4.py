@@ -76,8 +76,8 @@ def connect4(opponent: Opponent = "random", depth: int = 4) -> Env | MultiAgentE
 
 def place(stones: Stones, column: int, side: str) -> Stones:
     """Returns the board after `side` has dropped a stone in `column`, 1 to 7."""
-    new = stone(stones.X | stones.O, column - 1)
-    return stones._replace(**{side: getattr(stones, side) | new})
+    new = getattr(stones, side) | stone(stones.X | stones.O, column - 1)
+    return stones._replace(**{side: new})
 
 
 def legal(taken: int) -> list[int]:
@@ -96,11 +96,8 @@ def stone(taken: int, column: int) -> int:
 
 def has_line(stones: int) -> bool:
     """Whether four stones are in a row."""
-    for direction in DIRECTIONS:
-        pairs = stones & stones >> direction
-        if pairs & pairs >> 2 * direction:
-            return True
-    return False
+    pairs = [(stones & stones >> direction, direction) for direction in DIRECTIONS]
+    return any(both & both >> 2 * direction for both, direction in pairs)
 
 
 def best_moves(stones: Stones, side: str, depth: int) -> list[int]:
@@ -121,16 +118,13 @@ def search(
     Positive: `own` wins within `depth` moves; an earlier win scores higher. The score is exact if
     it lies between `low` and `high`, else a bound.
     """
-    columns = legal(own | other)
-    if depth == 0 or not columns:
+    after = [own | stone(own | other, column) for column in legal(own | other)]
+    if depth == 0 or not after:
         return 0.0
-    for column in columns:
-        after = own | stone(own | other, column)
-        if has_line(after):
-            return float(depth)
-    for column in columns:
-        after = own | stone(own | other, column)
-        low = max(low, -search(other, after, depth - 1, -high, -low))
+    if any(map(has_line, after)):
+        return float(depth)
+    for stones in after:
+        low = max(low, -search(other, stones, depth - 1, -high, -low))
         if low >= high:
             break
     return low

@@ -77,10 +77,9 @@ class WikipediaMaze(Env):
             return self._refuse("No link of this page." if title else "No action found.")
         self.visits += 1
         self._open(link)
-        if self.title == self.target:
-            return self._end(1.0)
-        if self.visits == self.max_visits or not self.links:
-            return self._end(0.0)
+        found = self.title == self.target
+        if found or self.visits == self.max_visits or not self.links:
+            return Step(None, float(found), True, {"correct": found, "visits": self.visits})
         return Step(user(self._show()), 0.0, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str:
@@ -115,10 +114,6 @@ class WikipediaMaze(Env):
         if step.done or not self.brief:
             return step
         return replace(step, message=user(self._show()), fresh=True)  # the page instead of the hint
-
-    def _end(self, reward: float) -> Step:
-        info = {"correct": self.title == self.target, "visits": self.visits}
-        return Step(None, reward, True, info)
 
 
 def _title(value: Any) -> str | None:

@@ -98,7 +98,7 @@ class Gymnasium(Env):
         action = to_action(self.env.action_space, extract_action(self.game, response))
         if action is None:
             return self.retries.refuse(format_hint(self.game), steps=self.steps)
-        reward, terminated, truncated = 0.0, False, False
+        reward = 0.0
         for _ in range(self.repeat):
             observation, step_reward, terminated, truncated, _ = self.env.step(action)
             reward += float(step_reward)
@@ -106,15 +106,14 @@ class Gymnasium(Env):
             if terminated or truncated:
                 break
         self.unscaled_return += reward
-        done = terminated or truncated
         solved = {
             "terminated": terminated,
             "truncated": truncated and not terminated,
             "return": terminated and self.unscaled_return > 0,
         }
+        done, cut = terminated or truncated, solved["truncated"] and self.game.solved != "truncated"
         info = {"correct": bool(solved[self.game.solved]), "steps": self.steps}
         message = None if done else user(self._describe(observation, not self.memory))
-        cut = truncated and not terminated and self.game.solved != "truncated"
         return Step(message, reward * self.scale, done, info, not self.memory, cut)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
