@@ -23,22 +23,16 @@ SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --g
    """.split()  # in float32 Adam makes steps of rounding errors, which change a draw now and then
 
 
-LATER = ["--resume", "runs/a", "--num-updates", "5"]
-
-
 def launch(folder, *args, ranks=2):
+    """The exit code, stdout and stderr of train.py under torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
+    done = subprocess.run(
         [*torchrun, str(ROOT / "train.py"), *args],
-        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=folder, env=environment, text=True, capture_output=True, timeout=240,
     )  # fmt: skip
-
-
-def finish(process):
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
+    return done.returncode, done.stdout, done.stderr
 
 
 def assert_alike(ours, theirs):
@@ -72,18 +66,18 @@ CASES = {
     "case",
     [pytest.param(c, marks=() if c == "grpo" else pytest.mark.seeds) for c in CASES],
 )
-def test_several_ranks_train_as_one(tmp_path, case, ranks):
+def test_several_ranks_train_as_one(command, tmp_path, case, ranks):
     """And one rank goes on with what they saved."""
-    flags = [*SMALL, *CASES[case].split(), "--run-name", "a"]
-    for number in (1, ranks):
-        (tmp_path / str(number)).mkdir()
-        code, out, err = finish(launch(tmp_path / str(number), *flags, ranks=number))
-        assert code == 0, err
-        assert out.count("picoRL · ") == 1  # rank 0 alone speaks
-        code, _, err = finish(launch(tmp_path / str(number), *LATER, ranks=1))
-        assert code == 0, err
-    one, two = (tmp_path / str(number) / "runs" / "a" for number in (1, ranks))
-    assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
+    flags = [*SMALL, *CASES[case].split()]
+    assert command(*flags, "--run-name", "one")[0] == 0
+    code, out, err = launch(tmp_path, *flags, "--run-name", "two", ranks=ranks)
+    assert code == 0, err
+    assert out.count("picoRL · ") == 1  # rank 0 alone speaks
+    one, two = (tmp_path / "runs" / name for name in ("one", "two"))
+    for run in (one, two):
+        assert command("--resume", run, "--num-updates", "5")[0] == 0
+    # `command` draws no curves
+    assert {p.name for p in two.iterdir()} == {"curves.png", *(p.name for p in one.iterdir())}
     assert_alike(metrics_of(one), metrics_of(two))
     seen = [
         [(r["kind"], r["env"], r["agent"], r["seed"], r["group_id"], r["messages"]) for r in rows]
