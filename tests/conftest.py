@@ -26,7 +26,6 @@ import pytest
 
 from core.types import Rollout, Turn
 
-collect_ignore = ["openenv_server.py"]  # no doctest is worth the seconds that its import takes
 FAMILIES = ("Qwen3", "Qwen2", "Llama", "Gemma3")  # supported by both samplers
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"

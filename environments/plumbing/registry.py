@@ -51,7 +51,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "iterated_game": "environments.iterated_game:iterated_game",
     "letter_counting": "environments.letter_counting:LetterCounting",
     "math_qa": "environments.math_qa:MathQA",
-    "openenv": "environments.adapters.openenv:OpenEnv",
     "reasoning_gym": "environments.adapters.reasoning_gym:ReasoningGym",
     "remote": "environments.adapters.remote:Remote",
     "reverse": "environments.reverse:Reverse",
