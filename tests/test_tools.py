@@ -15,6 +15,7 @@ import torch
 from test_chat_template import EACH, HI, byte_tokenizer, opens, template_of, trl
 from test_episodes import AtOnce
 
+from core import evaluation, metrics
 from core.chat_template import (
     end_of_turn_id,
     in_format_of,
@@ -22,12 +23,11 @@ from core.chat_template import (
     read_calls,
     tool_format,
 )
+from core.config import Config
 from core.episodes import RolloutCollector
 from core.extras import programs
 from core.faults import UsageError
-from core.files.run_log import read_records
 from core.sampler import SamplingParams
-from core.settings import read_settings
 from core.tasks import Task
 from core.types import Completion
 from environments.__main__ import execute
@@ -442,15 +442,9 @@ def test_a_system_prompt_comes_before_every_context(policy):
     assert sampler.prompts[1] == prompt_ids(policy.tokenizer, alone)
 
 
-def test_a_run_with_tools_is_shown_evaluated_and_logs_its_calls(command, tmp_path, capsys):
+def test_calls_are_shown_and_counted(policy, capsys):
     assert execute(["show", "calculator"]) == 0 and "tool:" in capsys.readouterr().out
-    flags = """--env calculator --num-prompts 2 --group-size 2 --eval-every 0 --max-turns 2
-        --max-tokens 4 --eval-num-tasks 2 --num-updates 1 --run-name a""".split()
-    code, _, err = command(*flags, "--system-prompt", "Be\nkind.")
-    assert code == 0, err
-    first, last = read_records(tmp_path / "runs/a/metrics.jsonl")
-    assert first["eval/calculator/called"] in (0.0, 0.5, 1.0)
-    assert last["info/tool_calls"] >= 0 and "info/tool_errors" in last
-    assert read_settings(tmp_path / "runs/a/config.yaml")["system_prompt"] == "Be\nkind."
-    rollout = json.loads((tmp_path / "runs/a/rollouts.jsonl").read_text().splitlines()[0])
-    assert rollout["messages"][0] == {"role": "system", "content": "Be\nkind."}
+    rollout, _ = play(policy, call_text("add", a=2, b=3), call_text("crash"), "5")
+    found = metrics.rollout_metrics(Config(), [rollout])
+    assert (found["info/tool_calls"], found["info/tool_errors"]) == (2.0, 1.0)
+    assert evaluation.accuracy_metrics([rollout])["eval/adder/called"] == 1.0
