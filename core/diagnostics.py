@@ -28,6 +28,7 @@ MIN_FALL, CERTAIN_FALL = 0.75, 3.0
 WORSE = "the reward and its assignment to rollouts; a lower --lr, from an earlier checkpoint"
 EXPLAINED = {  # one cause, one warning: those that take the place of another
     "below_start": {"no_movement", "answers_unchanged"},
+    "accuracy_fell": {"no_movement", "answers_unchanged", "below_start"},
     "tokens_left_out": {"rollouts_left_out"},
     "dead_groups": {"no_reward", "below_start", "equal_answers"},
 }
@@ -80,16 +81,27 @@ def active_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     return {name: message for name, message in found.items() if name not in explained}
 
 
+def _fell(records: list[Record], now: Record) -> str:
+    """Whether an accuracy is below that of an evaluation in `records`, beyond both intervals."""
+    for then in reversed(records):
+        for env in evaluated(then, "ci_low"):
+            if finite(now, f"{env}/ci_high") < finite(then, f"{env}/ci_low"):
+                before, after = (finite(r, f"{env}/accuracy") for r in (then, now))
+                text = f"accuracy on {env[5:]} fell to {after:.2f}, from {before:.2f} at update"
+                return f"{text} {then['update']}; try {WORSE}"
+    return ""
+
+
+def accuracy_fell(records: list[Record], cfg: Config) -> str:
+    """The accuracy has not fallen since another evaluation."""
+    return _fell(records, records[-1])
+
+
 def below_start(records: list[Record], cfg: Config) -> str:
-    """The policy is no worse than before the first step: by accuracy, beyond both 95% intervals,
-    and by reward: each of the last updates earned clearly less than the first, at the same level.
-    """
-    now, first = records[-1], next(filter(is_evaluation, records), {})
-    for env in evaluated(first, "ci_low"):
-        if finite(now, f"{env}/ci_high") < finite(first, f"{env}/ci_low"):
-            before, after = (finite(r, f"{env}/accuracy") for r in (first, now))
-            fell = f"accuracy on {env[5:]} fell to {after:.2f}, from {before:.2f} at the start"
-            return f"{fell}; try {WORSE}"
+    """The policy is no worse than before the first step: by accuracy, and by reward: each of the
+    last updates earned clearly less than the first, at the same level."""
+    if fell := _fell([*filter(is_evaluation, records)][:1], records[-1]):
+        return fell
     updates = updates_of(records)
     judged = [*updates[:1], *updates[-MIN_UPDATES:]]
     start, *rewards = [finite(r, "reward/mean") for r in judged] or [math.nan]
@@ -169,5 +181,6 @@ ROWS = (
 SYMPTOMS: tuple[tuple[str, Judge], ...] = (
     ("no_reward", no_reward),
     ("below_start", below_start),
+    ("accuracy_fell", accuracy_fell),
     *((row.name, row.broken) for row in ROWS),
 )

@@ -146,14 +146,14 @@ def reference_is_too_near(r: Numbers, cfg: Config) -> bool:
 def is_no_chance(r: Numbers, cfg: Config) -> bool:
     """Whether a group has far more or fewer equal answers than their probabilities say."""
     equal, likely = r["groups/equal_answers"], r["groups/likely_equal"]
-    chance = 3 * cfg.group_size * (cfg.group_size - 1) / 2  # pairs of three equal groups
+    chance = cfg.group_size * (cfg.group_size - 1) / 2  # pairs of a group of equal answers
     return equal > 2 * likely + chance or likely > 2 * equal + chance
 
 
 def should_answer_otherwise(r: Numbers, cfg: Config) -> bool:
     """Whether the policy has moved so far that some greedy answer should be another one."""
     many = r["tasks"] >= 8 and r["tasks"] * r["tokens_mean"] >= 200
-    return r["update"] * r["update/moved"] > 0.02 and many and r["accuracy"] < 0.9
+    return r["update"] * r["update/moved"] > 0.015 and many and r["accuracy"] < 0.9
 
 
 REWARD = Fact(

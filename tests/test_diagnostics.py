@@ -169,7 +169,7 @@ def test_warning_is_repeated_only_after_ten_updates_without_it():
 def test_missing_and_non_finite_values_raise_no_warning(value):
     page = (RUNS.parent / "core/README.md").read_text(encoding="utf-8")
     names = {*re.findall(r"`([a-z]+/\w+)`", page), "info/agent_error"}
-    assert raised(run_of(15, {0: 0.1, 5: 0.5, 15: 0.1}, **dict.fromkeys(names, value))) == []
+    assert raised(run_of(15, {0: 0.1, 5: 0.5, 15: 0.5}, **dict.fromkeys(names, value))) == []
 
 
 @pytest.mark.parametrize("algo", ["grpo", "reinforce"])
@@ -214,6 +214,10 @@ def test_a_reward_that_falls_below_its_start_is_a_warning(changes, updates):
     assert raised(records, num_prompts=4) == []  # the mean of few rollouts is too uncertain
 
 
-def test_a_held_out_accuracy_below_its_start_is_a_warning():
+def test_a_held_out_accuracy_that_falls_is_a_warning_with_its_updates():
     assert raised(run_of(9, {0: 0.5, 5: 0.39})) == [("below_start", 5)]
     assert raised(run_of(9, {0: 0.5, 5: 0.41})) == []
+    later = run_of(20, {0: 0.2, 5: 0.7, 10: 0.8, 15: 0.69, 20: 0.5})
+    assert raised(later) == [("accuracy_fell", 15)] and raised(later[:15]) == []
+    found = diagnostics.active_warnings(later, Config())["accuracy_fell"]
+    assert found.startswith("accuracy on e:k=1 fell to 0.50, from 0.69 at update 15; try ")

@@ -74,17 +74,6 @@ def test_what_was_evaluated_before_an_edit_is_not_compared():
     assert "0.30 [0.25, 0.35] at update 4 -> 0.50" in shown(rows)[-1].text
 
 
-def test_a_fall_between_two_evaluations_is_named_with_its_updates():
-    rows = trained(evaluation(0.75, p=1e-9))
-    for at, accuracy in ((5, 0.7), (10, 0.8), (15, 0.5)):
-        rows[at] |= evaluation(accuracy)
-    (found,) = shown(rows)
-    fall = "it fell from 0.80 [0.75, 0.85] at update 10 to 0.50 [0.45, 0.55] at update 15"
-    assert fall in found.text
-    rows[15] |= evaluation(0.71)  # within the intervals
-    assert "it fell" not in shown(rows)[0].text
-
-
 @pytest.mark.parametrize(("after", "said"), [
     ({"return_mean": 0.5}, "rose"),  # all earned 0.4 before, and all 0.5 after
     ({"return_mean": 0.5, "return_low": 0.3, "return_high": 0.7}, "may be as before"),

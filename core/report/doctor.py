@@ -50,8 +50,7 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
     warned = bool(found)
     for env, first, last in before_after(records):
         step = "" if warned or last is first else _next(folder, config, records, env, last)
-        evaluations = [r for r in records[records.index(first) :] if f"eval/{env}/accuracy" in r]
-        found.append(Finding(_accuracy(env, evaluations), step))
+        found.append(Finding(_accuracy(env, first, last), step))
     return found
 
 
@@ -70,10 +69,9 @@ def _example(folder: Path) -> str:
     return ""
 
 
-def _accuracy(env: str, evaluations: list[Record]) -> str:
-    """The held-out accuracy on `env` before and after, whether the change may be chance, and where
-    it fell; the accuracy alone where no update followed."""
-    first, last = evaluations[0], evaluations[-1]
+def _accuracy(env: str, first: Record, last: Record) -> str:
+    """The held-out accuracy on `env` before and after, and whether the change may be chance; the
+    accuracy alone where no update followed."""
     before, after = accuracy_of(env, first), accuracy_of(env, last)
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
     text, notes = f"held-out accuracy on {env} [95%]: {before}", list[str]()
@@ -91,22 +89,9 @@ def _accuracy(env: str, evaluations: list[Record]) -> str:
             text = f"{verdict if p < CLEAR else 'The change may be chance'}: {text}"
             tasks = min(record.get(f"eval/{env}/tasks", 0) for record in (first, last))
             notes.append(f"{tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
-    notes += _fall(env, evaluations)
     notes += [] if trivial is None else [f"trivial baseline {trivial:.2f}"]
     text = f"{text} ({'; '.join(notes)})" if notes else text
     return text[:1].upper() + text[1:]
-
-
-def _fall(env: str, evaluations: list[Record]) -> list[str]:
-    """The last fall of the accuracy beyond both intervals, with the updates between which it was;
-    nothing if there is none."""
-    said, (level, *later) = list[str](), evaluations
-    for now in later:
-        if now[f"eval/{env}/ci_high"] < level[f"eval/{env}/ci_low"]:
-            ends = (f"{accuracy_of(env, r)} at update {r['update']}" for r in (level, now))
-            said, level = [f"it fell from {' to '.join(ends)}"], now
-        level = max(level, now, key=lambda r: r[f"eval/{env}/accuracy"])
-    return said
 
 
 def _next(
