@@ -39,8 +39,8 @@ class Hostile(Env):
 
 def show_update(text, console):
     with Display(text, console, meanings={text: text}) as screen:
-        with screen.phase("warm start", 1) as phase:
-            phase.advance(text)
+        with screen.phase(text, 1) as advance:
+            advance()
         screen.update(1, RECORD | {f"info/{text}": 1.0})
         screen.say(text)
 

@@ -285,9 +285,8 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
         return [replace(evaluated(t.seed, t.seed, 9, correct, env=t.env.short), env_failure=lost)
                 for t, (correct, lost) in zip(drawn, ends, strict=True)]  # fmt: skip
 
-    phase = SimpleNamespace(advance=lambda: None)
     log = SimpleNamespace(log_rollouts=lambda *args: logged.append(args))
-    display = SimpleNamespace(phase=lambda *args: nullcontext(phase), say=print)
+    display = SimpleNamespace(phase=lambda *args: nullcontext(lambda: None), say=print)
     evaluator = Evaluator(
         Config(env=("letter_counting",), eval_num_tasks=4, max_tokens=9, temperature=0.7),
         SimpleNamespace(collect=collect, demonstrate=play_trivial, policy=None),

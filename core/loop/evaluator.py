@@ -78,5 +78,5 @@ class Evaluator:
 
     def _play(self, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
         """One rollout per task and agent."""
-        with self.display.phase("evaluation", params.max_tokens) as phase, self.sampler:
-            return self.collector.collect(held_out, self.sampler, params, phase.advance)
+        with self.display.phase("evaluation", params.max_tokens) as advance, self.sampler:
+            return self.collector.collect(held_out, self.sampler, params, advance)

@@ -60,10 +60,10 @@ def collect(
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = params_of(cfg, seed)
-        with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
+        with run.display.phase("rollouts", cfg.max_tokens, check=check) as advance, run.sampler:
             if attempt == 0 and compared is None:
                 found = canary.compare(run.policy, run.sampler, run.canary[1], check)
-            fresh = run.collector.collect(drawn, run.sampler, params, phase.tick_and(check))
+            fresh = run.collector.collect(drawn, run.sampler, params, advance)
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh

@@ -1,6 +1,5 @@
 """Shows the progress of a run: a line for each update, and below it bars, in a terminal only."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,6 @@ from rich.progress import Progress, TaskID
 
 from environments.plumbing.text import printable
 
-DETAILS = 10  # lines of a phase that has details, without a terminal
 SHOWN = {  # metrics in the line of an update: label and format
     "reward/mean": ("reward", ".3f"), "reward/correct": ("correct", ".2f"),
     "length/mean": ("tokens", ".1f"), "policy/entropy": ("entropy", ".3f"),
@@ -29,7 +27,6 @@ class Display:
         meanings: Mapping[str, str] | None = None, num_updates: int = 0,
     ) -> None:  # fmt: skip
         self.console = console or Console(highlight=False, quiet=quiet)
-        self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = title
         self.meanings = dict(meanings or {})
         self.num_updates = num_updates
@@ -38,7 +35,7 @@ class Display:
 
     def __enter__(self) -> "Display":
         self.say(self.title)
-        if not self.plain:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self.progress.start()
         return self
 
@@ -50,11 +47,19 @@ class Display:
         self.console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
 
     @contextmanager
-    def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
-        """Shows a bar for `total` steps, `done` of them complete, until the phase ends."""
-        phase = Phase(self, name, total, done)
-        yield phase
-        self.progress.remove_task(phase.bar)
+    def phase(
+        self, name: str, total: int, done: int = 0, check: Callable[[], None] = lambda: None
+    ) -> Iterator[Callable[[], None]]:
+        """Shows a bar for `total` steps, `done` of them complete, until the phase ends. Yields what
+        to call after each step; it calls `check`, which may raise."""
+        bar = self.progress.add_task(name, total=total, completed=done)
+
+        def advance() -> None:
+            self.progress.advance(bar)
+            check()
+
+        yield advance
+        self.progress.remove_task(bar)
 
     def update(self, update: int, record: dict[str, Any]) -> None:
         """Prints the line of an update; the first time, what the environment's metrics are."""
@@ -72,29 +77,3 @@ class Display:
             if key != name and (meaning := self.meanings.pop(key, "")):
                 self.say(f"{key}: {meaning}")
         self.say("  ".join([*cells, f"{record['time/rollout_s'] + record['time/train_s']:.1f} s"]))
-
-
-class Phase:
-    """A part of a run with a progress bar; call `advance` after each step."""
-
-    def __init__(self, display: Display, name: str, total: int, done: int) -> None:
-        self.display, self.name, self.total, self.done = display, name, total, done
-        self.bar = display.progress.add_task(name, total=total, completed=done)
-        self.started = time.monotonic()
-
-    def advance(self, detail: str = "") -> None:
-        """Counts a step; of those with a detail, DETAILS are lines where there is no bar."""
-        self.done += 1
-        self.display.progress.update(self.bar, completed=self.done)
-        if detail and self.display.plain and self.done % max(1, self.total // DETAILS) == 0:
-            seconds = time.monotonic() - self.started
-            self.display.say(f"{self.name} {self.done}/{self.total}  {detail}  {seconds:.0f} s")
-
-    def tick_and(self, check: Callable[[], None]) -> Callable[[], None]:
-        """A callback that advances the bar, then calls `check`, which may raise."""
-
-        def tick() -> None:
-            self.advance()
-            check()
-
-        return tick

@@ -263,13 +263,12 @@ def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
         timer.prompt_tokens = len(played.sampled[0].turns[0].prompt_ids)
         return played, canary
 
-    def end_step(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> bool:
-        stop = log(run, update, metrics, rollouts)
+    def end_step(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> None:
+        log(run, update, metrics, rollouts)
         if update > 0:
             assert metrics["tokens/trained"] == metrics["tokens/sampled"]
             timer.sampled.append(metrics["tokens/sampled"])
             timer.step_ended()
-        return stop
 
     play.collect = timer.time_sampling(collect_rollouts)
     Run.log, Run.save, run.trace_tokens = end_step, lambda run: False, lambda *given: {}
