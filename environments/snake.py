@@ -29,7 +29,6 @@ Reward of a step:
 
 import random
 from collections import deque
-from collections.abc import Iterator
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
@@ -128,15 +127,15 @@ def safe_move(body: list[Cell], fruit: Cell, size: int) -> str:
     >>> safe_move([(1, 0), (0, 0), (0, 1)], (3, 0), size=4)
     'right'
     """
-    path = shortest_path(body, fruit, size)
+    path, moves = shortest_path(body, fruit, size), _neighbours(body[0], size)
     if path and _can_follow_tail([*path[::-1], *body][: len(body) + 1], size):
-        return _move_to(body[0], path[0])
-    free = [cell for cell in _neighbours(body[0], size) if cell not in body[:-1]]
+        return moves[path[0]]
+    free = [cell for cell in moves if cell not in body[:-1]]
     moved = {cell: [cell, *body] if cell == fruit else [cell, *body[:-1]] for cell in free}
     safe = [cell for cell in free if _can_follow_tail(moved[cell], size)]
     choice = max(safe or free, default=None,
                  key=lambda cell: abs(cell[0] - fruit[0]) + abs(cell[1] - fruit[1]))  # fmt: skip
-    return "up" if choice is None else _move_to(body[0], choice)
+    return "up" if choice is None else moves[choice]
 
 
 def shortest_path(body: list[Cell], goal: Cell, size: int) -> list[Cell] | None:
@@ -166,8 +165,9 @@ def _can_follow_tail(body: list[Cell], size: int) -> bool:
     return shortest_path(body, body[-1], size) is not None
 
 
-def _neighbours(cell: Cell, size: int) -> Iterator[Cell]:
-    return (near for near in (_next(cell, move) for move in MOVES) if _inside(near, size))
+def _neighbours(cell: Cell, size: int) -> dict[Cell, str]:
+    """The cells beside a cell, each with the move to it."""
+    return {near: move for move in MOVES if _inside(near := _next(cell, move), size)}
 
 
 def _inside(cell: Cell, size: int) -> bool:
@@ -176,10 +176,6 @@ def _inside(cell: Cell, size: int) -> bool:
 
 def _next(cell: Cell, move: str) -> Cell:
     return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
-
-
-def _move_to(cell: Cell, near: Cell) -> str:
-    return next(move for move in MOVES if _next(cell, move) == near)
 
 
 def _write(cell: Cell) -> str:

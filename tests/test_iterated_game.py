@@ -46,6 +46,7 @@ def test_self_play_rewards_each_agent_and_waits_for_the_one_that_repeats_its_cho
     opening = env.reset(0)
     assert "CC 3/3, CD 0/5, DC 5/0, DD 1/1" in opening["row"][0]["content"]
     assert opening["column"] == opening["row"]
+    assert env.step({"row": "hm", "column": "hm"}).keys() == {"row", "column"}
     steps = env.step({"row": choice(D), "column": "hm"})
     assert list(steps) == ["column"] and steps["column"].reward == -0.1 and steps["column"].message
     steps = env.step({"column": choice(C)})
