@@ -79,23 +79,18 @@ def test_draw_returns_the_log_prob_of_the_token_and_follows_the_numbers(tmp_path
     assert torch.allclose(logprobs, expected)
 
 
-@pytest.mark.parametrize("code, message", [("x.nope", "AttributeError"), ("x[:1]", "shape")])
-def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message):
-    text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
-    with pytest.raises(UsageError, match=f"^[^\n]*exercise 5[^\n]*{message}[^\n]*$"):
-        make_algorithm(tmp_path, clipped_loss=text).compute_loss(make_tokens(), OPTIONS)
+def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path):
+    for code, message in (("x.nope", "AttributeError"), ("x[:1]", "shape")):
+        text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
+        with pytest.raises(UsageError, match=f"^[^\n]*exercise 5[^\n]*{message}[^\n]*$"):
+            make_algorithm(tmp_path, clipped_loss=text).compute_loss(make_tokens(), OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "number, settings, used",
-    [
-        (4, {}, "3, 4"),
-        (10, {}, "3, 5, 8"),
-        (10, {"kl_coef": 0.1, "options": Options("10", "4")}, "4, 6, 8, 10"),
-        (0, {}, "needs exercise 3 .* exercise 4"),
-        (5, {"kl_coef": 0.1}, "needs exercise 6"),
-    ],
-)
+@pytest.mark.parametrize("number, settings, used", [
+    (4, {}, "3, 4"), (10, {}, "3, 5, 8"),
+    (10, {"kl_coef": 0.1, "options": Options("10", "4")}, "4, 6, 8, 10"),
+    (0, {}, "needs exercise 3 .* exercise 4"), (5, {"kl_coef": 0.1}, "needs exercise 6"),
+])  # fmt: skip
 def test_load_uses_the_exercises_that_are_written(tmp_path, monkeypatch, number, settings, used):
     monkeypatch.chdir(tmp_path)
     Path("scratch.py").write_text(solved_up_to(number), encoding="utf-8")

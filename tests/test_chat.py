@@ -26,7 +26,7 @@ from environments.plumbing import registry
 
 QUESTION = 'How many r in "cherry"?'
 MAX_TOKENS = 10
-SMALL = f"""--num-updates 2 --num-prompts 2 --group-size 4 --eval-num-tasks 0 --save-every 1
+SMALL = f"""--num-updates 1 --num-prompts 2 --group-size 4 --eval-num-tasks 0 --save-every 1
     --lr 0.05 --sft-lr 0.05 --sft-batch-size 2 --max-tokens {MAX_TOKENS} --env two_turns
     --device cpu""".split()
 KINDS = {
@@ -82,11 +82,6 @@ def talk(monkeypatch, capsys):
     return talk
 
 
-@pytest.fixture
-def speaker(policy):
-    return chat.Speaker("model", policy, Config())
-
-
 PARAMS = SamplingParams(MAX_TOKENS, temperature=0.0)
 
 
@@ -137,12 +132,18 @@ def test_a_run_without_exported_weights_answers_with_its_newest_checkpoint(
         (run / "config.yaml").write_text(yaml.safe_dump(settings))
     code, out, err = talk(run)
     assert (code, out) == (0, expected(kind, runs[kind]) + "\n")
-    assert re.search(f"{run}/checkpoint/00000[02]-000003 ", err)  # after update 2
+    assert re.search(f"{run}/checkpoint/00000[02]-000002 ", err)  # after update 1
 
 
-def test_each_prompt_begins_with_the_ids_that_were_sampled(speaker):
+def test_each_prompt_begins_with_the_ids_that_were_sampled_and_ctrl_c_leaves_no_trace(policy):
+    def interrupt(text):
+        raise KeyboardInterrupt
+
     texts: list[str] = []
-    asked = ("one", "two", "three")
+    asked, speaker = ("one", "two", "three"), chat.Speaker("model", policy, Config())
+    with pytest.raises(KeyboardInterrupt):
+        chat.answer(speaker, "one", PARAMS, interrupt)
+    assert not speaker.agent.rollout.turns and not speaker.agent.chat
     found = [chat.answer(speaker, text, PARAMS, texts.append) for text in asked]
     turns, sampler = speaker.agent.rollout.turns, TorchSampler(speaker.policy)
     for turn, completion in zip(turns, found, strict=True):
@@ -165,15 +166,6 @@ def test_in_a_terminal_a_full_context_is_one_line_and_reset_helps(talk, qwen3_fo
     code, out, err = talk(qwen3_folder, "--max-tokens", 3, stdin=Terminal())
     assert code == 0 and err.count("does not fit") == 1
     assert [line[:7] for line in out.splitlines() if line] == ["model: "] * 3
-
-
-def test_after_ctrl_c_in_an_answer_the_conversation_is_as_before(speaker):
-    def interrupt(text):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        chat.answer(speaker, "one", PARAMS, interrupt)
-    assert not speaker.agent.rollout.turns and not speaker.agent.chat
 
 
 def test_task_plays_the_held_out_tasks_and_shows_all_turns_and_rewards(runs, talk):

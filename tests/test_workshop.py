@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,10 @@ def solved(**others: str) -> str:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path):
     """Writes a scratch.py with the solutions, except for the functions given as text."""
 
-    def write(**others: str) -> Path:
+    def write(**others):
         (tmp_path / "scratch.py").write_text(solved(**others), encoding="utf-8")
         return tmp_path / "scratch.py"
 
@@ -152,9 +151,9 @@ def test_the_third_hint_and_the_solution_are_code_of_the_exercise(capsys):
             execute(wrong.split())
 
 
-@pytest.mark.parametrize("line, text", [(1, "def f(:\n"), (2, "import torch\nimport nothing_x\n")])
-def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys, line, text):
-    (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
-    assert execute([], tmp_path / "scratch.py") == 2
-    err = capsys.readouterr().err
-    assert f"(scratch.py, line {line})" in err and err.count("\n") == 1
+def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
+    for line, text in ((1, "def f(:\n"), (2, "import torch\nimport nothing_x\n")):
+        (tmp_path / f"{line}.py").write_text(text, encoding="utf-8")
+        assert execute([], tmp_path / f"{line}.py") == 2
+        err = capsys.readouterr().err
+        assert f"({line}.py, line {line})" in err and err.count("\n") == 1
