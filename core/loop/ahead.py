@@ -11,7 +11,6 @@ from concurrent.futures import Future
 
 from core.calls import in_thread
 from core.canary import Canary
-from core.faults import Stopped
 from core.terminal.interrupt import Interrupt
 from core.types import Played
 
@@ -22,7 +21,6 @@ class Ahead:
     def __init__(self, interrupt: Interrupt) -> None:
         self.interrupt = interrupt  # of the run
         self.playing: Future[tuple[Played, Canary]] | None = None
-        self.closed = False
 
     def start(self, collect: Callable[[], tuple[Played, Canary]]) -> None:
         """Calls `collect` in the thread."""
@@ -39,11 +37,6 @@ class Ahead:
         playing, self.playing = self.playing, None
         return playing.result() if playing else None
 
-    def check(self) -> None:
-        """Raises Stopped in the thread, if the run ends."""
-        if self.closed or self.interrupt.requested:
-            raise Stopped
-
     def close(self) -> None:
-        self.closed = True
+        self.interrupt.requested = True  # the thread checks it, too
         self.wait()

@@ -32,7 +32,7 @@ def play(run: Run, update: int) -> Played:
         run.info.updates_done = update  # when the next one begins
         # now, as the policy has the weights of the server until its next step
         compared = canary.compare(run.policy, run.sampler, run.canary[1])
-        run.ahead.start(lambda: collect(run, update + 1, run.ahead.check, compared))
+        run.ahead.start(lambda: collect(run, update + 1, check, compared))
     run.next_level = _next_level(run, played.sampled)
     return played
 
