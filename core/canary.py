@@ -12,6 +12,7 @@ It is 0 if the sampler has the trainer's weights, 1 if it has those before the u
 with each further update that it misses, at any learning rate.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from core.batching import Sequence, cut, to_tokens
+from core.faults import UsageError
 from core.policy import Policy, borrowed
 from core.prefix_sharing import num_shared
 from core.sampler import Sampler, SamplingParams
@@ -34,6 +36,8 @@ PARAMS = SamplingParams(max_tokens=4)  # at temperature 1, always with the same 
 ROUNDING = 64
 NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
 Canary = tuple[dict[str, float], dict[str, Any]]  # metrics, and what the next comparison needs
+# nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
+MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
 FEWEST = 8  # tokens that have to move by ROUNDING, or fewer further: one may be moved by rounding
 
 
@@ -93,6 +97,27 @@ def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: floa
     """|log-prob in training - log-prob of the sampler| of each sampled token, in nats: [N]."""
     (ours,) = score(policy, [prompt], [drawn], temperature)
     return (torch.tensor(ours) - torch.tensor(drawn.logprobs)).abs()
+
+
+def check_gap(
+    policy: Policy, sampler: Sampler, prompts: list[list[int]], params: SamplingParams,
+    subject: str, advice: str,
+) -> float:  # fmt: skip
+    """The mean of `gaps` over a completion, of the prompt where it is largest.
+
+    Raises UsageError if that is more than MAX_GAP, or NaN, or if a token is none of the policy's.
+    """
+    gap, limit = math.inf, MAX_GAP.get(policy.dtype, MAX_GAP[torch.float32])
+    drawn = sampler.sample(prompts, params)
+    vocab_size = policy.causal_lm.config.get_text_config().vocab_size
+    if max(max(completion.token_ids) for completion in drawn) < vocab_size:
+        both = zip(prompts, drawn, strict=True)
+        means = [gaps(policy, *pair, params.temperature).mean() for pair in both]
+        gap = torch.stack(means).max().item()
+    if not gap <= limit:
+        raise UsageError(f"{subject}: its log-probs differ by {gap:.1e} nats from the trainer's, "
+                         f"{limit:.0e} is allowed: {advice}")  # fmt: skip
+    return gap
 
 
 @contextmanager

@@ -106,14 +106,6 @@ def whole_view(shape: tuple[int, ...], copies: list[Copy]) -> View | None:
     return View(shape, strides, offsets.pop()) if len(offsets) == 1 else None
 
 
-def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A parameter of vLLM's class and with its attributes, such as its loader."""
-    copied = nn.Parameter(data, requires_grad=False)
-    copied.__class__ = type(parameter)
-    copied.__dict__.update(parameter.__dict__)
-    return copied
-
-
 class _Trace(TorchDispatchMode):
     """Records what happens to the targets instead of doing it."""
 
@@ -152,11 +144,9 @@ class _Trace(TorchDispatchMode):
 
 def _trace_loading(model: Any, engine_model: Any, weights: dict[str, nn.Parameter]) -> _Trace:
     """Runs vLLM's `load_weights` on meta tensors in place of all parameters."""
-    sources = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in weights.items()}
+    sources = {name: p.new_empty(p.shape, device="meta") for name, p in weights.items()}
     named = dict(engine_model.named_parameters())
-    targets = {
-        id(p): like(p, torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in named.values()
-    }
+    targets = {id(p): _on_meta(p) for p in named.values()}
     places = [
         (module._parameters, name, parameter)
         for module in engine_model.modules()
@@ -173,6 +163,15 @@ def _trace_loading(model: Any, engine_model: Any, weights: dict[str, nn.Paramete
         for parameters, name, parameter in places:
             parameters[name] = parameter
     return trace
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter without memory, of the same class and attributes, such as vLLM's loader."""
+    data = parameter.new_empty(parameter.shape, device="meta")
+    copied = nn.Parameter(data, requires_grad=False)
+    copied.__class__ = type(parameter)
+    copied.__dict__.update(parameter.__dict__)
+    return copied
 
 
 def _storage(value: Any) -> int:

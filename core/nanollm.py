@@ -4,15 +4,12 @@
     python train.py --sampler vllm
 
 core/weight_sharing.py lays out the weights once for both models, before vLLM captures CUDA graphs.
-So after `optimizer.step()` vLLM has the new weights, and nothing is sent. Two kinds are copied:
+So after `optimizer.step()` vLLM has the new weights, and nothing is sent. Only LoRA adapters are
+copied, into the engine's slots, when `with sampler:` is entered. They are never merged with the
+base weights, which do not change.
 
-    LoRA adapters              into the engine's slots, when `with sampler:` is entered. They are
-                               never merged with the base weights, which do not change
-    weights that vLLM keeps    by `sync`, after a step, if they are trained (--lora-rank 0); such as
-    in another form            experts on a CPU. Only then a run logs time/sync_s
-
-The KV cache is allocated only inside `with sampler:`; training can use its memory while the engine
-sleeps. --quantize needs --sampler torch: vLLM cannot read bitsandbytes' 4-bit weights.
+On a GPU the KV cache is allocated only inside `with sampler:`; training can use its memory while
+the engine sleeps. --quantize needs --sampler torch: vLLM cannot read bitsandbytes' 4-bit weights.
 
 If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
 
@@ -31,10 +28,10 @@ import random
 import re
 import sys
 import tempfile
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -61,13 +58,10 @@ from core.seeds import derive_seed
 from core.types import Completion
 
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
-# nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
-MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
 # Settings of a model that are numbers of tokens; beyond them its attention computes differently
 LIMITS = ("sliding_window", "original_max_position_embeddings")
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 PLENTY = 1 << 50  # bytes; any KV cache fits
-MAX_GRAPH = 512  # requests in vLLM's largest CUDA graph by default
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
@@ -103,63 +97,44 @@ class NanoLLM(Sampler):
         policy: Policy,
         gpu_memory_utilization: float = 0.9,
         reserved_bytes: int = 0,
-        eager: bool = False,
         with_kept_ids: bool = False,
         num_rollouts: int = 0,
     ):
         """Starts the engine in this process, on the policy's device.
 
         Training and the engine together use at most `gpu_memory_utilization` of the GPU's memory,
-        less `reserved_bytes` for what training has yet to allocate. `eager`: without torch.compile
-        and CUDA graphs, as always on a CPU. `with_kept_ids`: `Completion.kept_ids` is what top-k
-        and top-p kept. `num_rollouts`: most completions that will be sampled at the same time; 0:
-        unknown. Raises UsageError if vLLM or memory is missing, the model cannot be shared, the
-        engine does not start, or its log-probs are further from the trainer's than MAX_GAP.
+        less `reserved_bytes` for what training has yet to allocate. `with_kept_ids`:
+        `Completion.kept_ids` is what top-k and top-p kept. `num_rollouts`: most completions that
+        will be sampled at the same time; 0: unknown. Raises UsageError if vLLM or memory is
+        missing, the model cannot be shared, the engine does not start, or its log-probs are further
+        from the trainer's than canary.MAX_GAP.
         """
-        if obstacle := why_not_shareable(policy, with_kept_ids):
-            raise UsageError(obstacle)
-        memory_arguments = _memory_arguments(policy, gpu_memory_utilization, reserved_bytes)
         self.policy, self.with_kept_ids = policy, with_kept_ids
-        self.num_rollouts = num_rollouts
         self.engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
         self.lora_request: Any = None
         self.slots: list[weight_sharing.AdapterSlot] = []
-        self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
+        self.shared: dict[str, torch.Tensor] = {}  # the weights, by vLLM's names
         self.running: dict[str, Request] = {}
         self.numbers = itertools.count()  # of the requests
         # with Model Runner V2, for dense models on GPUs, vLLM draws from the seed of each request
         self.draws_by_seed = False
         self.random_state = random_state()  # of the engine, see `_step`
         self.awake = True
-        self.weights = weight_sharing.EngineWeights(policy.causal_lm)
-        self.copies_weights = False  # whether `sync` copies trained weights, which are not shared
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
             # vLLM computes float32 attention with Triton, whose default rounds to TF32
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         try:
+            if obstacle := why_not_shareable(policy, with_kept_ids):
+                raise UsageError(obstacle)
             with preserve_process_state(**ENVIRONMENT):
-                self._start(memory_arguments, eager)
-            gap, limit = self._measure_gap(), MAX_GAP[policy.dtype]
+                self._start(gpu_memory_utilization, reserved_bytes, num_rollouts)
+            self._compare()
         except Exception as error:
             self.close()
             if isinstance(error, UsageError):
                 raise
             reason = f"{error}".strip().partition("\n")[0]
             raise UsageError(f"vLLM could not start: {reason}; use --sampler torch") from error
-        if not gap <= limit:
-            self.close()
-            raise UsageError(
-                f"{type(policy.causal_lm).__name__}: log-probs of vLLM differ by {gap:.1e} nats "
-                f"from training's, {limit:.0e} is allowed: use --sampler torch"
-            )
-        if copied := self.weights.copied():
-            self.copies_weights = self.weights.trained
-            num_bytes = sum(parameter.nbytes for parameter in copied.values())
-            when = "after each step" if self.weights.trained else "once"
-            self.remark = (
-                f"vLLM has a layout of its own for {len(copied)} weights, such as "
-                f"{min(copied)}: {num_bytes / 1e6:.1f} MB are copied {when}"
-            )
         self.__exit__()
 
     def add(self, request: Request) -> None:
@@ -242,23 +217,13 @@ class NanoLLM(Sampler):
         )
 
     def sync(self) -> None:
-        """Copies the trained weights that are not shared, if any, and then sets `sync_seconds`.
+        """Copies the LoRA adapters, if any, and drops what the old weights left in the KV cache.
 
-        Outside `with sampler:`, where train.py calls it, no LoRA adapter is copied, as the memory
-        of the KV cache was freed: entering does that. Inside it does what entering does: copies the
-        adapters and drops the prefix cache of the old weights.
+        Outside `with sampler:`, where train.py calls it, there is no KV cache, and nothing to do:
+        entering does it.
         """
-        if self.copies_weights:
-            started = perf_counter()
-            self.weights.refresh()
-            if self.policy.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.sync_seconds = perf_counter() - started
-        if self.awake:
-            self._sync_cache()
-
-    def _sync_cache(self) -> None:
-        """Copies the LoRA adapters, if any, and drops what the old weights left in the cache."""
+        if not self.awake:
+            return
         if self.slots:
             weight_sharing.copy_adapters(self.slots)
         if not self.engine.reset_prefix_cache():
@@ -269,11 +234,8 @@ class NanoLLM(Sampler):
         if self.policy.device.type == "cuda":
             free_cached_memory()  # vLLM allocates outside of PyTorch's cached memory
             self.engine.wake_up()
-        for storage, num_bytes in self.cpu_cache:
-            storage.resize_(num_bytes)
-            torch.tensor([], dtype=torch.uint8).set_(storage).zero_()
         self.awake = True
-        self._sync_cache()  # of the steps since; the content of the KV cache was freed with it
+        self.sync()  # of the steps since; the content of the KV cache was freed with it
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -283,11 +245,9 @@ class NanoLLM(Sampler):
         # vLLM schedules ahead, and removes finished requests with the step after them
         while engine_core.batch_queue or engine_core.scheduler.has_requests():
             self._step()
-        if self.policy.device.type == "cuda":
+        if self.policy.device.type == "cuda":  # vLLM's CPU build has no sleep()
             self.engine.sleep(level=0)
             self.engine.release_kv_cache_memory()
-        for storage, _ in self.cpu_cache:
-            storage.resize_(0)
 
     def close(self) -> None:
         """Shuts down the engine and frees its memory; the policy keeps the weights."""
@@ -300,71 +260,54 @@ class NanoLLM(Sampler):
             self.engine.engine_core.shutdown()
         elif "vllm.distributed.parallel_state" in sys.modules:  # the start of the engine failed
             sys.modules["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory()
-        self.engine, self.slots, self.cpu_cache = None, [], []
-        # vLLM keeps our loader
-        self.weights.engine_model, self.weights.laid_out = None, []
+        self.engine, self.slots = None, []
+        self.shared.clear()  # vLLM keeps our loader
         free_cached_memory()
 
-    def _start(self, memory_arguments: dict[str, Any], eager: bool) -> None:
+    def _start(self, utilization: float, reserved_bytes: int, num_rollouts: int) -> None:
         """Starts the engine on the shared weights; core/patches.py says what changes in vLLM."""
         from vllm.lora.request import LoRARequest
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         policy = self.policy
-        weight_sharing.register_loader(self.weights)
         # vLLM sets it for the whole process: keep the trainer's
         os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
-        arguments = _engine_arguments(policy, eager, memory_arguments)
-        if self.with_kept_ids:
-            arguments.return_sampling_mask = True
-        if policy.device.type == "cuda" and not eager:
-            arguments.max_cudagraph_capture_size = largest_graph(self.num_rollouts)
-
-        def size(vllm_config: Any, plan: Any, available: int) -> int:
-            return _cache_bytes(policy, vllm_config, plan, available, self.num_rollouts)
-
+        arguments = _engine_arguments(policy, utilization, reserved_bytes, num_rollouts)
+        arguments.return_sampling_mask = self.with_kept_ids
+        self.shared = weight_sharing.register_loader(policy.causal_lm)
         with (
             patches.pool_of_the_cache_alone(),
-            patches.size_of_the_cache(PLENTY, size),
+            patches.size_of_the_cache(PLENTY, partial(_cache_bytes, policy, num_rollouts)),
             patches.undecorated(type(policy.causal_lm.get_decoder())),
         ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         self.draws_by_seed = self.engine.vllm_config.use_v2_model_runner
         [engine_model] = self.engine.apply_model(lambda model: model)
-        weight_sharing.check_bound(engine_model, self.weights.shared)
+        weight_sharing.check_bound(engine_model, self.shared)
         if policy.lora_rank:
             request = self.lora_request = LoRARequest("policy", 1, "a folder that is not read")
-            # adapters of zeros, for which vLLM reads no files; `_sync_cache` writes into the slots
+            # adapters of zeros, for which vLLM reads no files; `sync` writes into the slots
             self.engine.collective_rpc(
                 lambda worker: worker.model_runner.lora_manager.add_dummy_lora(request, rank=1)
             )
             self.engine.add_lora(request)
             self.slots = weight_sharing.adapter_slots(policy.causal_lm, engine_model)
-        if policy.device.type == "cpu":  # vLLM's CPU build has no sleep()
-            [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
-            storages = {c.untyped_storage().data_ptr(): c.untyped_storage() for c in caches}
-            self.cpu_cache = [(storage, storage.nbytes()) for storage in storages.values()]
 
-    @torch.no_grad()
-    def _measure_gap(self) -> float:
-        """Mean |log-prob in training - log-prob of vLLM| of sampled tokens, in nats.
-
-        The larger mean of two completions: one of a short prompt, and one of a prompt that is
-        longer than any sliding window in the config that is shorter than the context.
-        """
+    def _compare(self) -> None:
+        """Raises UsageError if log-probs differ from training's: of a short prompt, or of one that
+        is longer than any sliding window in the config that is shorter than the context."""
         policy, params = self.policy, SamplingParams(max_tokens=16)
         limits = [getattr(policy.causal_lm.config, name, None) or 0 for name in LIMITS]
         longest = 64 + max(limit for limit in [0, *limits] if limit < policy.max_length)
         length = max(1, min(longest, policy.max_length - params.max_tokens))
         words = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         long_prompt = random.Random(0).choices(words, k=length)
-        prompts = [long_prompt[:8], long_prompt]
-        with canary.noise(policy) if self.slots else nullcontext():
-            self._sync_cache()
-            drawn = zip(prompts, self.sample(prompts, params), strict=True)
-            gaps = [canary.gaps(policy, *one).mean() for one in drawn]
-        return torch.stack(gaps).max().item()  # NaN if any is
+        subject, advice = f"{type(policy.causal_lm).__name__} in vLLM", "use --sampler torch"
+        with canary.noise(policy):
+            self.sync()
+            prompts = [long_prompt[:8], long_prompt]
+            canary.check_gap(policy, self, prompts, params, subject, advice)
 
 
 def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
@@ -387,10 +330,7 @@ def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
                 f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
     with preserve_process_state(**ENVIRONMENT):
         from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
 
-        if not hasattr(LLMEngine, "release_kv_cache_memory"):
-            return f'vLLM is older than 0.32: pip install -e ".[vllm]", {alternative}'
         vllm_device = current_platform.device_type or "another platform"
     if vllm_device != policy.device.type:
         return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
@@ -399,18 +339,6 @@ def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
         return ("--top-k and --top-p with --sampler vllm need a GPU, where vLLM returns the tokens "
                 f"that they kept: leave them out, {alternative}")  # fmt: skip
     return ""
-
-
-def largest_graph(num_rollouts: int) -> int | None:
-    """The largest batch with a CUDA graph; None: vLLM's default, for `num_rollouts` 0 or many.
-
-    A power of 2, because vLLM's cache of compiled code has other entries for each value.
-
-    >>> [largest_graph(n) for n in (0, 1, 96, 128, 300)]
-    [None, 1, 128, 128, None]
-    """
-    power = 1 << (num_rollouts - 1).bit_length()
-    return power if 0 < num_rollouts <= MAX_GRAPH // 2 else None
 
 
 def free_cached_memory() -> None:
@@ -439,11 +367,23 @@ def save_config(config: Any, cache_root: str) -> str:
     return str(folder)
 
 
-def _engine_arguments(policy: Policy, eager: bool, memory_arguments: dict[str, Any]) -> Any:
+def _engine_arguments(
+    policy: Policy, utilization: float, reserved_bytes: int, num_rollouts: int
+) -> Any:
     """Returns vllm.EngineArgs."""
     import vllm
 
-    on_cpu = policy.device.type == "cpu"
+    on_cpu, arguments = policy.device.type == "cpu", dict[str, Any]()
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    else:
+        free_cached_memory()
+        free, total = torch.cuda.mem_get_info(policy.device)
+        available = max(0, int(free - reserved_bytes - (1 - utilization) * total))
+        arguments["gpu_memory_utilization"] = available / total
+        if 0 < num_rollouts <= 256:  # vLLM's own limit is 512
+            # a power of 2, because vLLM's cache of compiled code has other entries for each value
+            arguments["max_cudagraph_capture_size"] = 1 << (num_rollouts - 1).bit_length()
     return vllm.EngineArgs(
         model=save_config(policy.causal_lm.config, vllm.envs.VLLM_CACHE_ROOT),
         hf_overrides={"architectures": [type(policy.causal_lm).__name__]},
@@ -456,35 +396,25 @@ def _engine_arguments(policy: Policy, eager: bool, memory_arguments: dict[str, A
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
         enable_prefix_caching=True,
         enable_sleep_mode=not on_cpu,
-        enforce_eager=on_cpu or eager,
+        enforce_eager=on_cpu,
         enable_flashinfer_autotune=False,
         block_size=CPU_BLOCK_SIZE if on_cpu else None,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         enable_lora=policy.lora_rank > 0,
         max_lora_rank=next(rank for rank in LORA_RANKS if rank >= policy.lora_rank),
-        **memory_arguments,
+        **arguments,
     )
 
 
-def _memory_arguments(policy: Policy, utilization: float, reserved_bytes: int) -> dict[str, Any]:
-    """Returns vLLM's memory limits."""
-    if policy.device.type != "cuda":
-        return {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
-    free_cached_memory()
-    free, total = torch.cuda.mem_get_info(policy.device)
-    available = max(0, int(free - reserved_bytes - (1 - utilization) * total))
-    return {"gpu_memory_utilization": available / total}
-
-
 def _cache_bytes(
-    policy: Policy, vllm_config: Any, plenty: Any, available: int, num_rollouts: int
+    policy: Policy, num_rollouts: int, vllm_config: Any, plenty: Any, available: int
 ) -> int:
     """How much memory vLLM's KV cache gets, from vLLM's own specification of each kind of layer.
 
     Of the `available` bytes no more than `num_rollouts` sequences of full length need, if known:
     waking up takes a GPU longer the more it has to map. `plenty`: vLLM's plan for PLENTY bytes.
-    Raises UsageError if a sequence of full length does not fit.
+    Raises UsageError if a sequence of full length does not fit on the GPU.
     """
     specs = [group.kv_cache_spec for group in plenty.kv_cache_groups]
     blocks = 1  # that stays empty
@@ -492,15 +422,11 @@ def _cache_bytes(
         blocks += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
     needed = blocks * (PLENTY // plenty.num_blocks)
     if policy.device.type == "cpu":
-        import psutil
-
-        free = psutil.virtual_memory().available
-    else:
-        free = available
-    if needed > free:
+        return max(needed, available)
+    if needed > available:
         raise UsageError(
             f"a sequence of {policy.max_length} tokens needs {needed / 2**30:.1f} GiB for its keys "
-            f"and values, {max(0, free) / 2**30:.1f} GiB are free: lower --max-model-len, or raise "
-            "--gpu-memory-utilization"
+            f"and values, {max(0, available) / 2**30:.1f} GiB are free: lower --max-model-len, or "
+            "raise --gpu-memory-utilization"
         )
-    return max(needed, min(available, needed * num_rollouts) if num_rollouts else available)
+    return min(available, needed * num_rollouts) if num_rollouts else available

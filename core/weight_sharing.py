@@ -9,13 +9,11 @@ once and makes the Hugging Face parameters views of it:
       k_proj: the next rows
       v_proj: the last rows
 
-core/load_trace.py finds the views of any family. What vLLM keeps in another form has memory of its
-own: weights that its loader computes, and those of experts, if their kernel needs another layout.
-`EngineWeights.refresh` copies them after a step. vLLM stores LoRA adapters in slots padded to its
-own ranks, so they are not shared either: `copy_adapters` copies a few megabytes.
+core/load_trace.py finds the views of any family. What vLLM keeps in another form, such as experts,
+has memory of its own: it is copied once, and cannot be trained. vLLM stores LoRA adapters in slots
+padded to its own ranks, so they are not shared either: `copy_adapters` copies a few megabytes.
 """
 
-import copy
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,25 +23,27 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
-from core.load_trace import base_weights, find_views, like
+from core.load_trace import base_weights, find_views
 from core.patches import unpacked_weights
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig
 
 LOAD_FORMAT = "shared"  # the name of our loader in vLLM
 
 
-def share_weights(model: Any, engine_model: Any) -> tuple[dict[str, Tensor], set[str]]:
+def share_weights(model: Any, engine_model: Any) -> dict[str, Tensor]:
     """Makes both models use the same tensors, and returns these by vLLM's names.
 
     What vLLM fuses, pads or transposes becomes a new tensor in vLLM's layout, of which the Hugging
     Face parameters are views. LoRA adapters are left out. Parameters that are no such views get
-    memory of their own, and vLLM's loader fills them; the second result is the names of the weights
-    that it needs. Raises RuntimeError, before it changes anything, as `find_views` does.
+    memory of their own, and vLLM's loader fills them. Raises RuntimeError, before it changes
+    anything, as `find_views` does, and if weights are trained that vLLM would have copies of.
     """
     weights, shared = base_weights(model), {}
     all_views, to_load = find_views(model, engine_model)
+    if trained := sorted(name for name in to_load if weights[name].requires_grad):
+        raise RuntimeError(f"it would not see optimizer steps in its copy of {trained[0]}")
     for name, engine_parameter in engine_model.named_parameters():
         shape = tuple(engine_parameter.shape)
         if name not in all_views:
@@ -59,114 +59,44 @@ def share_weights(model: Any, engine_model: Any) -> tuple[dict[str, Tensor], set
                 part = tensor.as_strided(*view)
                 weights[weight].data = part.copy_(weights[weight].data)
         engine_parameter.data = shared[name] = tensor
-    load_weights(model, engine_model, to_load)
-    return shared, to_load
+    if to_load:
+        state = {name: weights[name].data for name in to_load}
+        with torch.no_grad():
+            engine_model.load_weights(iter(revert_weight_conversion(model, state).items()))
+    return shared
 
 
-@torch.no_grad()
-def load_weights(model: Any, engine_model: Any, names: set[str]) -> None:
-    """Copies these weights of a Hugging Face model with vLLM's own loader."""
-    state = {name: weight.data for name, weight in base_weights(model).items() if name in names}
-    if state:
-        engine_model.load_weights(iter(revert_weight_conversion(model, state).items()))
+def register_loader(model: Any) -> dict[str, Tensor]:
+    """Registers a vLLM weight loader, LOAD_FORMAT, that shares the weights of a Hugging Face model.
 
-
-class EngineWeights:
-    """The weights that vLLM computes with: those of the trainer, and copies in another form."""
-
-    def __init__(self, model: Any):
-        """`model`: of Hugging Face, which is trained."""
-        self.model = model
-        self.trained = any(weight.requires_grad for weight in base_weights(model).values())
-        self.shared: dict[str, Tensor] = {}  # by vLLM's names
-        self.to_load: set[str] = set()  # weights whose copies vLLM's loader fills
-        # layers that vLLM lays out again after loading, with their parameters as it loads them
-        self.laid_out: list[tuple[Any, dict[str, Tensor]]] = []
-        self.engine_model: Any = nn.Module()
-        self.vllm_config: Any = None
-
-    def share(self, engine_model: Any, vllm_config: "VllmConfig") -> None:
-        """Shares the weights; called while vLLM loads its model."""
-        if self.trained and vllm_config.model_config.use_mla:
-            # its W_UK and W_UV are products of the weights at its start
-            raise RuntimeError("it would not see optimizer steps in its latent attention (MLA)")
-        self.engine_model, self.vllm_config = engine_model, vllm_config
-        self.shared, self.to_load = share_weights(self.model, engine_model)
-        for prefix, layer in engine_model.named_modules():
-            if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
-                self._process_copies(prefix, layer)
-
-    def copied(self) -> dict[str, Tensor]:
-        """The parameters of vLLM's model that are not shared."""
-        named = self.engine_model.named_parameters()
-        return {n: p for n, p in named if n.replace(".base_layer.", ".") not in self.shared}
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Fills the copies again, in place, because CUDA graphs know their addresses."""
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(self.vllm_config):
-            kernels = [
-                (layer, loaded, {name: getattr(layer, name).data for name in loaded})
-                for layer, loaded in self.laid_out
-            ]
-            for layer, loaded, _ in kernels:
-                _set_data(layer, loaded)
-            load_weights(self.model, self.engine_model, self.to_load)
-            for layer, loaded, kernel in kernels:
-                _set_data(layer, kernel)
-                again = copy.copy(layer)  # a layer that has not been processed yet
-                quant_method = copy.copy(layer.quant_method)
-                quant_method.moe_kernel = None
-                parameters = {n: like(getattr(layer, n), t.clone()) for n, t in loaded.items()}
-                modules = layer._modules | {"quant_method": quant_method}
-                vars(again).update(_parameters=layer._parameters | parameters, _modules=modules)
-                quant_method.process_weights_after_loading(again)
-                for name, tensor in kernel.items():
-                    tensor.copy_(getattr(again, name))
-
-    def _process_copies(self, prefix: str, layer: Any) -> None:
-        """Lets vLLM lay out copies of a layer's parameters; keeps those that it changes."""
-        loaded = {name: p.data for name, p in layer.named_parameters(recurse=False)}
-        quant_method = layer.quant_method
-
-        def process(_: Any) -> None:
-            del quant_method.process_weights_after_loading  # what follows is of its class
-            _set_data(layer, {name: tensor.clone() for name, tensor in loaded.items()})
-            quant_method.process_weights_after_loading(layer)
-            if all(torch.equal(getattr(layer, name), tensor) for name, tensor in loaded.items()):
-                _set_data(layer, loaded)
-                return
-            self.laid_out.append((layer, loaded))
-            for name in loaded:
-                self.shared.pop(f"{prefix}.{name}", None)
-
-        quant_method.process_weights_after_loading = process
-
-
-def register_loader(engine_weights: EngineWeights) -> None:
-    """Registers a vLLM weight loader, LOAD_FORMAT, that calls `engine_weights.share`."""
+    Returns the shared tensors by vLLM's names, which are there once vLLM has loaded its model.
+    """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    shared: dict[str, Tensor] = {}
 
     class SharedWeightsLoader(BaseModelLoader):
         def download_model(self, model_config: "ModelConfig") -> None:
             pass
 
-        def load_model(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> nn.Module:
-            self.vllm_config = vllm_config
+        def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
             with unpacked_weights(), ExitStack() as self.building:
                 hook = register_module_parameter_registration_hook(_drop_storage)
                 self.building.callback(hook.remove)
                 self.building.enter_context(no_init_weights())  # there is no memory to write to
-                return super().load_model(vllm_config, *args, **kwargs)
+                return super().load_model(*args, **kwargs)
 
         def load_weights(self, engine_model: nn.Module, model_config: "ModelConfig") -> None:
             self.building.close()  # vLLM registers the shared tensors again when it processes them
-            engine_weights.share(engine_model, self.vllm_config)
+            trained = any(weight.requires_grad for weight in base_weights(model).values())
+            if trained and model_config.use_mla:
+                # its W_UK and W_UV are products of the weights at its start
+                raise RuntimeError("it would not see optimizer steps in its latent attention (MLA)")
+            shared.update(share_weights(model, engine_model))
 
     register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
+    return shared
 
 
 def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
@@ -237,11 +167,6 @@ def _slots_of_layer(layer: Any, weight: Tensor, engine_layer: Any) -> list[Adapt
             slots.append(AdapterSlot(A, B[start:end], *engine_tensors, scaling))
         start = end
     return slots
-
-
-def _set_data(layer: nn.Module, tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        getattr(layer, name).data = tensor
 
 
 def _drop_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

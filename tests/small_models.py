@@ -1,13 +1,11 @@
-"""Small models of many families with random weights; what a sampler of them is compared with."""
+"""Small models of many families with random weights."""
 
 from pathlib import Path
 
 import torch
 import transformers
 
-from core import canary
 from core.optimizer import make_optimizer
-from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
 
 SHAPE = {  # head_dim 32 is the smallest for which vLLM has CPU kernels
@@ -32,9 +30,6 @@ CLASSES = {  # where the class is not named like the family
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
 }
-PROMPTS = [[65, 66, 67], [68] * 70, [70, 71]] * 2
-GREEDY = SamplingParams(max_tokens=32, temperature=0)
-SAMPLED = SamplingParams(max_tokens=32, temperature=0.8, seed=1)
 
 
 def save_model(family: str, folder: Path, **settings) -> Path:
@@ -75,19 +70,3 @@ def train(policy, steps: int = 2, lr: float = 1e-3) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def gaps(policy, sampler) -> torch.Tensor:
-    """|trainer - sampler| of each sampled token, in nats: [tokens]."""
-    with sampler:
-        completions = sampler.sample(PROMPTS, SAMPLED)
-    pairs = zip(PROMPTS, completions, strict=True)
-    return torch.cat([canary.gaps(policy, *pair, SAMPLED.temperature) for pair in pairs])
-
-
-def greedy_equal(policy, sampler) -> bool:
-    """Whether greedy completions are those of TorchSampler."""
-    with sampler:
-        completions = sampler.sample(PROMPTS, GREEDY)
-    expected = TorchSampler(policy).sample(PROMPTS, GREEDY)
-    return [c.token_ids for c in completions] == [c.token_ids for c in expected]

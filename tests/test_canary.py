@@ -10,7 +10,8 @@ import torch
 from conftest import load_small
 
 from core import canary, invariants, sampler
-from core.sampler import TorchSampler
+from core.faults import UsageError
+from core.sampler import SamplingParams, TorchSampler
 from core.types import Completion
 
 
@@ -66,6 +67,26 @@ def test_only_tokens_that_were_drawn_the_last_time_too_are_compared(policy):
         logprobs[-1] = -99.0  # of another token
     found, _ = canary.compare(later, TorchSampler(policy), before)
     assert found["gap/canary"] == pytest.approx(1, abs=0.1)
+
+
+def test_a_sampler_with_other_log_probs_or_tokens_is_refused(policy):
+    """The completion where the mean gap is larger decides; 12 nats in one token of four."""
+    params, prompts = SamplingParams(max_tokens=4), [[65, 66], [67]]
+    drawn = TorchSampler(policy).sample(prompts, params)
+
+    def check(second):
+        sampler = SimpleNamespace(sample=lambda *_: [drawn[0], second])
+        return canary.check_gap(policy, sampler, prompts, params, "it", "do that")
+
+    assert check(drawn[1]) < 1e-5
+    ids, logprobs = drawn[1].token_ids, [*drawn[1].logprobs]
+    for found, gap in (
+        (replace(drawn[1], logprobs=[logprobs[0] + 12, *logprobs[1:]]), r"3\.0e\+00"),
+        (replace(drawn[1], logprobs=[float("nan")] * len(ids)), "nan"),
+        (replace(drawn[1], token_ids=[10_000] * len(ids)), "inf"),
+    ):
+        with pytest.raises(UsageError, match=f"^it: .* {gap} nats .*: do that$"):
+            check(found)
 
 
 @pytest.mark.parametrize("size, measured", [(0.1, False), (1.0, True)])

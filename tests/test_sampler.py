@@ -247,6 +247,25 @@ def test_a_run_samples_with_torch_if_vllm_does_not_start(policy, monkeypatch):
         open_("vllm")
 
 
+def test_the_kv_cache_of_vllm_has_what_the_rollouts_need_of_the_memory_that_is_free():
+    """A sequence needs 3 + 2 blocks in two kinds of layers; one of all blocks stays empty."""
+    specs = [SimpleNamespace(max_memory_usage_bytes=lambda config, n=n: n, page_size_bytes=40)
+             for n in (120, 79)]  # fmt: skip
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    plan = SimpleNamespace(kv_cache_groups=groups, num_blocks=nanollm.PLENTY // 64)
+
+    def size(device, available, num_rollouts=0):
+        policy = SimpleNamespace(device=torch.device(device), max_length=512)
+        return nanollm._cache_bytes(policy, num_rollouts, None, plan, available)
+
+    needed = 6 * 64
+    assert size("cuda", 10_000) == 10_000 and size("cuda", 10_000, 3) == 3 * needed
+    assert size("cuda", 10_000, 30) == 10_000 and size("cuda", needed) == needed
+    assert size("cpu", 1) == needed and size("cpu", 10_000) == 10_000
+    with pytest.raises(UsageError, match=r"^a sequence of 512 tokens needs .* --max-model-len"):
+        size("cuda", needed - 1)
+
+
 @pytest.mark.parametrize(("module", "name"), [
     (sampler_module, "prefill"), (SharedPrefixCache, "append"),  # or when they have begun
 ])  # fmt: skip

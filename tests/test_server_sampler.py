@@ -182,7 +182,7 @@ def engines(tmp_path):
 @pytest.mark.vllm
 def test_two_engines_of_vllm_behind_one_address_have_the_adapter_of_each_update(engines, command):
     code, _, err = command(
-        *"--lora-rank 8 --lr 1e-3 --num-updates 4 --num-prompts 8 --eval-num-tasks 0".split(),
+        *"--lora-rank 8 --lr 1e-3 --num-updates 3 --num-prompts 4 --eval-num-tasks 0".split(),
         *"--max-model-len 512 --device cpu --run-name a --sampler server --overlap".split(),
         *("--base-url", engines),
     )

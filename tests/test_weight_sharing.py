@@ -67,8 +67,8 @@ def test_share_weights_keeps_the_logits_and_covers_every_base_weight(small_folde
     policy = load_policy(Config(device="cpu", lora_rank=lora_rank), str(small_folder))
     before = logits(policy)
     engine_model = EngineModel(policy.causal_lm)
-    shared, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
-    assert not to_load and torch.equal(logits(policy), before)
+    shared = weight_sharing.share_weights(policy.causal_lm, engine_model)
+    assert torch.equal(logits(policy), before)
     assert {n: t.data_ptr() for n, t in shared.items()} == {
         n: p.data_ptr() for n, p in engine_model.named_parameters()
     }
@@ -77,42 +77,41 @@ def test_share_weights_keeps_the_logits_and_covers_every_base_weight(small_folde
     assert sum(p.numel() for p in base) == sum(t.numel() for t in shared.values())
 
 
-def test_weight_without_a_view_is_copied_by_vllms_loader(policy):
-    def interleave(p, w):
-        p.data.view(2, 16).t().copy_(w.view(16, 2))
+def interleaved(engine_model):
+    """Its loader lays out the numbers of a norm in another order, which is no view."""
+    name, load_weights = "model/norm/weight", engine_model.load_weights
 
-    engine_model = EngineModel(policy.causal_lm)
-    load_weights = engine_model.load_weights
-
-    def load_norm_differently(weights):
+    def load(weights):
         weights = dict(weights)
         if "model.norm.weight" in weights:
-            norm = getattr(engine_model, "model/norm/weight")
-            interleave(norm, weights.pop("model.norm.weight"))
+            norm = getattr(engine_model, name)
+            norm.data.view(2, 16).t().copy_(weights.pop("model.norm.weight").view(16, 2))
         load_weights(weights.items())
 
-    engine_model.load_weights = load_norm_differently
-    norm = getattr(engine_model, "model/norm/weight")
-    shared, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
-    assert to_load == {"model.norm.weight"}
-    assert len(shared) == len(list(engine_model.parameters())) - 1
-    weight, expected = policy.causal_lm.model.norm.weight, torch.zeros(32)
-    for scale in (1, -2):
-        with torch.no_grad():
-            weight.copy_(scale * torch.arange(32))
-        interleave(expected, weight.data)
-        weight_sharing.load_weights(policy.causal_lm, engine_model, to_load)
-        assert torch.equal(norm, expected)
-    assert storage(norm) != storage(weight)
+    engine_model.load_weights = load
+    return getattr(engine_model, name), torch.arange(32.0).view(16, 2).t().flatten()
 
 
-def test_a_weight_of_another_dtype_is_copied(policy):
-    engine_model = EngineModel(policy.causal_lm)
+def in_float64(engine_model):
     norm = nn.Parameter(torch.empty(32, dtype=torch.float64), requires_grad=False)
     engine_model.register_parameter("model/norm/weight", norm)
-    _, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
-    assert to_load == {"model.norm.weight"}
-    assert torch.equal(norm, policy.causal_lm.model.norm.weight.double())
+    return norm, torch.arange(32.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [interleaved, in_float64])
+def test_a_weight_in_another_form_is_copied_unless_it_is_trained(policy, change):
+    engine_model = EngineModel(policy.causal_lm)
+    norm, expected = change(engine_model)
+    weights = {name: p.data for name, p in policy.causal_lm.named_parameters()}
+    weights["model.norm.weight"].copy_(torch.arange(32))
+    with pytest.raises(RuntimeError, match=r"its copy of model\.norm\.weight"):
+        weight_sharing.share_weights(policy.causal_lm, engine_model)
+    now = policy.causal_lm.named_parameters()
+    assert all(p.data_ptr() == weights[name].data_ptr() for name, p in now)  # nothing has changed
+    policy.model.requires_grad_(False)
+    shared = weight_sharing.share_weights(policy.causal_lm, engine_model)
+    assert len(shared) == len(list(engine_model.parameters())) - 1
+    assert torch.equal(norm, expected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ prefix cache would go on with keys and values of the adapter before.)
 A server that fails ends the run; a resumed run gives it the adapter again.
 """
 
-import math
 import shutil
 import uuid
 from contextlib import suppress
@@ -20,13 +19,11 @@ from time import perf_counter
 from typing import Any
 
 import httpx
-import torch
 
 from core import canary, distributed
 from core.calls import Calls
 from core.extras.keys import api_key, safe_line
 from core.faults import NoServer, UsageError
-from core.nanollm import MAX_GAP
 from core.policy import Policy
 from core.sampler import Request, Sampler, SamplingParams, completion_limit, to_completion
 from core.seeds import derive_seed
@@ -61,7 +58,7 @@ class ServerSampler(Sampler):
         try:
             with canary.noise(policy):  # a new adapter changes nothing, so nothing would show
                 self.sync()
-                gap = self._gap()
+                gap = self._compare()
             self.sync()
         except BaseException as error:
             self.close()
@@ -97,21 +94,14 @@ class ServerSampler(Sampler):
             shutil.rmtree(other, ignore_errors=True)
         return None
 
-    def _gap(self) -> float:
-        """Mean |log-prob in training - log-prob of the server| of a few tokens, in nats."""
-        policy, gap = self.policy, math.inf
-        text: list[int] = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
-        [drawn] = self.sample([text], PROBE)
-        if max(drawn.token_ids) < policy.causal_lm.config.get_text_config().vocab_size:
-            gap = canary.gaps(policy, text, drawn, PROBE.temperature).mean().item()
-        if not gap <= MAX_GAP.get(policy.dtype, MAX_GAP[torch.float32]):  # NaN, too
-            dtype = str(policy.dtype).removeprefix("torch.")
-            raise UsageError(
-                f"--base-url {self.url}: its log-probs differ by {gap:.1e} nats from the "
-                f"trainer's: start it with the model of --model-id, --dtype {dtype} and "
-                "--logprobs-mode processed_logprobs"
-            )
-        return gap
+    def _compare(self) -> float:
+        """How far log-probs are from training's, in nats. Raises UsageError if that is too far."""
+        dtype = str(self.policy.dtype).removeprefix("torch.")
+        advice = (f"start it with the model of --model-id, --dtype {dtype} and "
+                  "--logprobs-mode processed_logprobs")  # fmt: skip
+        prompts = [self.policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)]
+        subject = f"--base-url {self.url}"
+        return canary.check_gap(self.policy, self, prompts, PROBE, subject, advice)
 
     def add(self, request: Request) -> None:
         """As `Sampler.add`. Raises NoServer if the server has not loaded the present adapter."""

@@ -133,10 +133,10 @@ def attention() -> Found:
     return {"kernels": kernels, "gap_tree_max": gap.max().item()}
 
 
-def eager() -> Found:
-    """An engine in eager mode: shared weights, and the greedy tokens of the torch sampler."""
+def greedy() -> Found:
+    """An engine: shared weights, and the greedy tokens of the torch sampler."""
     policy = make_policy()
-    sampler = make_engine(policy, eager=True)  # its start compares the addresses of the weights
+    sampler = make_engine(policy)  # its start compares the addresses of the weights
     with sampler:
         completions = sampler.sample(PROMPTS, GREEDY)
     expected = TorchSampler(policy).sample(PROMPTS, GREEDY)
@@ -223,12 +223,12 @@ def sleep() -> Found:
     Two engines, one after the other."""
     policy, found = make_policy(), Found()
     for number in ("first", "second"):
-        sampler, used = make_engine(policy, eager=True), list[float]()
+        sampler, used = make_engine(policy), list[float]()
         for _ in range(4):
             with sampler:
                 old, awake = sampler.sample(PROMPTS, PARAMS), memory_used()
             used.append(round(memory_used(), 3))
-        assert awake - used[-1] > (0.05 if ON_CPU else 0.5), f"awake {awake}, asleep {used[-1]}"
+        assert ON_CPU or awake - used[-1] > 0.5, f"awake {awake}, asleep {used[-1]}"
         assert max(used[1:]) - used[1] < GROWTH, f"GiB asleep after each cycle: {used}"
         train(policy, steps=3)
         with sampler:
@@ -242,7 +242,7 @@ def sleep() -> Found:
 
 
 STEPS: dict[str, Callable[[], Found]] = {
-    step.__name__: step for step in (versions, eager, attention, graphs, lora, learns, sleep)
+    step.__name__: step for step in (versions, greedy, attention, graphs, lora, learns, sleep)
 }
 
 
@@ -262,8 +262,8 @@ def make_policy(lora_rank: int = 0) -> Policy:
     return policy
 
 
-def make_engine(policy: Policy, eager: bool = False) -> NanoLLM:
-    return NanoLLM(policy, 0.5, eager=eager)
+def make_engine(policy: Policy) -> NanoLLM:
+    return NanoLLM(policy, 0.5)
 
 
 def train(policy: Policy, steps: int) -> None:
