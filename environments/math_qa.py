@@ -7,8 +7,8 @@ data set:
     math          EleutherAI/hendrycks_math, all seven subjects; evaluated on their test splits
     math500       the training splits of math; evaluated on HuggingFaceH4/MATH-500
     FILE.jsonl    a file with "question" and "answer" in each line; "#### 42" (GSM8K) and \boxed{42}
-                  (MATH) mark the answer in a longer text; at least 16 lines; other kinds of files
-                  are read as `rewarded` reads them
+                  (MATH) mark the answer in a longer text; other kinds of files are read as
+                  `rewarded` reads them
 
 One expression or line of a file in eight is reserved for evaluation, a sum or product with all
 orders of its terms; where --eval-env names other data, files are used whole, as in `rewarded`.
@@ -60,7 +60,6 @@ from environments.plumbing.installed import import_library
 from environments.plumbing.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 
 GUESS_ERRORS = [-10, -2, -1, -1, 0, 1, 1, 2, 10]  # a hasty demonstration adds one of these
-MIN_LINES = 16  # of a file
 ASK = {  # by style
     "tags": "Work it out, then end with <answer>{}</answer>.",
     "plain": "Answer with the {} only.",
@@ -188,8 +187,6 @@ def _from_file(path: str) -> list[list[Problem]]:
         if without := [row for row in rows if "answer" not in row]:
             raise UsageError(f'{path}: not {{"question": .., "answer": ..}}: {without[0]!r:.60}')
         splits.append(_usable(_problem(row["question"], str(row["answer"])) for row in rows))
-    if (count := sum(map(len, splits))) < MIN_LINES:
-        raise UsageError(f"{path} has {count} usable lines; it needs {MIN_LINES}")
     return splits
 
 

@@ -74,7 +74,7 @@ from environments.base import (
 from environments.parsing import prefill_of, user
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_rows
-from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute, make
+from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute
 
 RUN = RunInfo((), ())  # that of this process; without one all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
@@ -138,6 +138,14 @@ class Rewarded(Env):
     @classmethod
     def begin_run(cls, info: RunInfo) -> None:
         begin_run(info)
+
+    @property
+    def what_is_right(self) -> str:
+        """What accuracy is the mean of, as a line."""
+        names = ", ".join(name for name, *_ in self.functions)
+        which = f"the first of {names} that applies" if self.functions[1:] else names
+        return (f"an answer is right if {self.correct or which} returns {self.threshold:g} or more "
+                "(correct=NAME and threshold=X choose)")  # fmt: skip
 
     def reset(self, seed: int) -> list[Message]:
         self.is_evaluation = seed in EVAL_SEEDS
@@ -279,15 +287,31 @@ def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
 def load(
     data: str, prompt: str, config: str, split: str
 ) -> tuple[list[Placed], list[Placed], list[str]]:
-    """Returns the rows for training, those for evaluation, and the names of the other columns.
+    """Returns the rows for training, those for evaluation, and the names of the columns but
+    `prompt`.
 
-    Data on which the run both trains and evaluates is divided, or used for both, with a line, if
-    that leaves no row for one of them. Other data is used whole. Raises as `read`.
+    Data on which the run both trains and evaluates is divided by the text in the column `prompt`,
+    or that of all columns, as JSON, if `prompt` is "" or all rows have the same; it is used for
+    both, with a line, if that leaves no row for one of them. Other data is used whole. Raises
+    UsageError if there are no rows, or one has no prompt.
     """
-    texts, rows, names = read(data, config, split, prompt)
+    rows, texts = list[Placed](), list[str]()
+    for number, columns in read_rows(data, config, split):
+        rows.append(Placed(columns))
+        rows[-1].place = f"{os.path.basename(data)}:{number}"
+        value = columns.get(prompt) if prompt else columns
+        if prompt and not isinstance(value, str | list):
+            what = f"{reprlib.repr(value)} in {prompt!r} is no text and no list of messages"
+            raise UsageError(f"{data}, row {number}: {what}; its columns are {', '.join(columns)}")
+        texts.append(value if isinstance(value, str) else _as_json(value))
+    if not rows:
+        raise UsageError(f"{data} has no rows")
+    names = [*dict.fromkeys(key for row in rows for key in row if key != prompt)]
     here = data, config, split
     if (here in sources(RUN.train_envs)) != (here in sources(RUN.eval_envs)):
         return rows, rows, names  # of one use; where no run has begun, of both
+    if len({*texts}) == 1:
+        texts = [*map(_as_json, rows)]
     train, test = list[Placed](), list[Placed]()
     for row, is_test in zip(rows, held_out_of(texts), strict=True):
         (test if is_test else train).append(row)
@@ -299,46 +323,17 @@ def load(
 
 
 def held_out_of(texts: list[str]) -> list[bool]:
-    """Whether each text is for evaluation; one in eight is, and equal ones have the same use.
+    """Whether each text is for evaluation; one in eight is, and those that are equal but for white
+    space have the same use.
 
     `is_held_out` decides, as in recorded runs; SHA-256 where that holds out far from an eighth: a
     CRC is linear, so that numbered prompts ("Say 1.", "Say 2.", ..) may be all of one use.
     """
+    texts = [" ".join(text.split()) for text in texts]
     found = [*map(is_held_out, texts)]
     if not len(texts) / 16 <= sum(found) <= len(texts) / 4:
         found = [hashlib.sha256(text.encode(errors="replace")).digest()[0] < 32 for text in texts]
     return found
-
-
-def read(
-    data: str, config: str, split: str, prompt: str
-) -> tuple[list[str], list[Placed], list[str]]:
-    """Returns the texts that decide the use of the rows, the rows, and the names of the columns but
-    `prompt`.
-
-    The text is that of the column `prompt`; if it is "" or all rows have the same, that of all
-    columns, as JSON; with one space between words. Raises UsageError if there are no rows, one has
-    no prompt, or what tells them apart is no JSON.
-    """
-    rows = read_rows(data, config, split)
-    if not rows:
-        raise UsageError(f"{data} has no rows")
-    texts, found = list[str](), list[Placed]()
-    for number, row in rows:
-        value = row.get(prompt) if prompt else row
-        if prompt and not isinstance(value, str | list):
-            what = f"{reprlib.repr(value)} in {prompt!r} is no text and no list of messages"
-            raise UsageError(f"{data}, row {number}: {what}; its columns are {', '.join(row)}")
-        try:
-            texts.append(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"{data}, row {number} is no JSON: {error}") from None
-        found.append(Placed(row))
-        found[-1].place = f"{os.path.basename(data)}:{number}"
-    if len({*texts}) == 1:
-        texts = [json.dumps(row, sort_keys=True, default=repr) for row in found]
-    names = dict.fromkeys(key for row in found for key in row if key != prompt)
-    return [" ".join(text.split()) for text in texts], found, [*names]
 
 
 CACHED: list[Any] = [load]  # and what depends on it
@@ -349,25 +344,13 @@ def num_held_out(spec: EnvSpec) -> int:
     return len(_load(spec)[1]) if spec.name in ("rewarded", "agent") else sys.maxsize
 
 
-def what_is_right(spec: EnvSpec) -> str:
-    """What accuracy is the mean of, as a line."""
-    env = make(spec)
-    assert isinstance(env, Rewarded)
-    names = [name for name, *_ in env.functions]
-    which = f"the first of {', '.join(names)} that applies" if names[1:] else names[0]
-    return (f"{spec.short}: an answer is right if {env.correct or which} returns "
-            f"{env.threshold:g} or more (correct=NAME and threshold=X choose)")  # fmt: skip
-
-
-def a_prompt(spec: EnvSpec) -> str:
-    """The first prompt of the data, if it is a text."""
-    prompt = _load(spec)[0][0][spec.values["prompt"]]
-    return prompt if isinstance(prompt, str) else ""
-
-
 def _load(spec: EnvSpec) -> tuple[list[Placed], list[Placed], list[str]]:
     o = spec.values
     return load(o["data"], o.get("prompt", ""), o["config"], o["split"])
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=repr)
 
 
 def _completion(prompt: str | list[Message], response: str) -> Any:

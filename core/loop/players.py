@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from core import distributed, tasks
+from core import distributed
 from core.algorithm import Algorithm
 from core.chat_template import is_rendered
 from core.config import Config, needs
@@ -15,7 +15,7 @@ from core.nanollm import make_sampler
 from core.policy import Policy
 from core.pool import is_program
 from core.sampler import Sampler, TorchSampler
-from environments import Env, rewarded
+from environments import Env
 from environments.plumbing.registry import EnvSpec, make
 
 
@@ -79,16 +79,17 @@ def open_collector(
 ) -> RolloutCollector:
     """What plays the episodes. Raises UsageError for data that does not go with the settings."""
     envs = (*cfg.env, *cfg.eval_env)
-    own = [env for env in dict.fromkeys(envs) if env.name == "rewarded"]
-    if cfg.overlap and not all(make(env).waits for env in own):
-        # as math-verify's alarm raises there, all answers would be wrong
-        raise UsageError("--overlap calls reward functions in a second thread: make them async, or "
-                         "remove it")  # fmt: skip
-    for env in own:
-        if not tasks.is_raw(env) and is_rendered(rewarded.a_prompt(env)):
-            raise UsageError(f"--env {env}: a prompt has the chat template around it already: add "
+    for spec in dict.fromkeys(env for env in envs if env.name == "rewarded"):
+        env: Any = make(spec)
+        if cfg.overlap and not env.waits:
+            # as math-verify's alarm raises there, all answers would be wrong
+            raise UsageError("--overlap calls reward functions in a second thread: make them "
+                             "async, or remove it")  # fmt: skip
+        prompt = env.train[0][env.prompt]
+        if not env.raw and isinstance(prompt, str) and is_rendered(prompt):
+            raise UsageError(f"--env {spec}: a prompt has the chat template around it already: add "
                              "raw=true to take it as it is, or give messages")  # fmt: skip
-        say(rewarded.what_is_right(env))
+        say(f"{spec.short}: {env.what_is_right}")
     play_program: Any = None
     if any(map(is_program, envs)):
         from core.extras import programs
