@@ -86,18 +86,15 @@ class Calculator(Env):
         return self.result
 
     def step(self, response: str) -> Step:
-        answer = find_answer(response)
-        number = None if answer is None else parse_number(answer)
+        number = parse_number(find_answer(response) or "")
         correct = number == (self.value,)
         reward = 1.0 if correct else 0.0 if number is None else 0.1
         return Step(None, reward, True, {"correct": correct})
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Calls the tool, then repeats its result; `hasty`: a number of the right length."""
-        if hasty:
-            return f"<answer>{self.guess}</answer>"
-        if self.result:
-            return f"<answer>{self.result}</answer>"
+        if hasty or self.result:
+            return f"<answer>{self.guess if hasty else self.result}</answer>"
         return call_text("calculate", expression=self.expression)
 
 

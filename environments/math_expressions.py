@@ -64,10 +64,10 @@ def make_expression(rng: random.Random, level: int, held_out: bool) -> tuple[str
             value = solve(tree, steps)
         except ArithmeticError:  # division by zero, or a number above MAX_VALUE
             continue
-        if LEVELS[level].operations > 1:
+        if LEVELS[level].operations == 1:
+            steps = _worked_by_tens(expression)
+        if LEVELS[level].operations > 1 or value >= 0:
             return expression, value, ", ".join(steps)
-        if value >= 0:
-            return expression, value, ", ".join(_worked_by_tens(expression))
 
 
 def canonical(tree: Tree) -> str:
