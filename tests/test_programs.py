@@ -3,9 +3,7 @@
 import json
 import os
 import sys
-import time
 from collections import Counter
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -14,7 +12,6 @@ import pytest
 from conftest import AGENTS, wait_for_the_end_of
 
 from core.batching import to_tokens
-from core.calls import in_thread
 from core.config import Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
@@ -27,6 +24,7 @@ from core.types import Completion, Rollout
 from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, UsageError
 from environments.plumbing.registry import make
+from environments.rewarded import draw
 
 RECORDED = AGENTS.parents[1] / "runs" / "agents"
 CHAOS = """
@@ -164,7 +162,7 @@ def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, say=
     collector = RolloutCollector(
         policy, max_turns, play_program=programs.play_program, say=say, **options
     )
-    tasks = [Task(spec, seed, seed) for seed in range(num)]
+    tasks = [Task(spec, seed, seed) for seed in (range(num) if isinstance(num, int) else num)]
     try:
         return collector.collect(tasks, sampler or TorchSampler(policy), SamplingParams(max_tokens))
     finally:
@@ -250,14 +248,13 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "return {'reward': 1, 'score': {1, 2}}": 0.0,
     "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
     "raise ExceptionGroup('tools', [EnvFailure('no search')])": "EnvFailure: no search",
-    "after(httpx.ConnectTimeout('no judge'))": "EnvFailure: ConnectTimeout: no judge (program.py,",
+    "after(httpx.ConnectTimeout('no judge'))": "EnvFailure: ConnectTimeout: no judge",
     "during('KeyError(1)')": 0.0,  # handled: no excuse
     "during('KeyError(1) from error')": "EnvFailure: ConnectionError: handled (program.py,",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "print('{\"result\": 7}', flush=True); return 0.5": 0.5,
     "os._exit(3)": 0.0,
     "os.fork(); return 0.5": 0.5,
-    "while True: pass": "TimeoutError: the program did nothing for 0.2 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "[safe(client) for _ in range(9)]; return 0.5": 0.5,  # more than --max-turns
     "[safe(client) for _ in range(9)]; raise ConnectionError('as a framework calls it')": 0.0,
@@ -265,17 +262,12 @@ FAILURES = {  # statement: the error of its episode, or the reward
 }
 
 
-@pytest.mark.parametrize("statement", FAILURES)
-def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
-    wanted = FAILURES[statement]
-    hangs = "did nothing" in str(wanted)  # then all may: no time is right on a busy machine
-    rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 0.2 if hangs else 300
-    spec = write(f'''
+PROGRAM = """
 import httpx, os, sys
 from environments.base import EnvFailure
 class Odd(ConnectionError): pass
 def ask(client):
-    client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
 def safe(client):
     try:
         ask(client)
@@ -287,26 +279,39 @@ def during(raised):
     try:
         raise ConnectionError("handled")
     except ConnectionError as error:
-        exec(f"raise {{raised}}")
+        exec(f"raise {raised}")
+CASES = {}
 def run(task, client):
     client = client.with_options(max_retries=0)
     ask(client)
-    if task["fails"]:
-        {statement}
-    return 1.0
-''', rows, zero_on="program.Odd", timeout=timeout)  # fmt: skip
-    rollouts = collect(policy, spec, 4, max_turns=4)
-    failing = [r for r in rollouts if r.episode_return != 1]
-    assert failing and (hangs or len(failing) < 4)
-    for rollout in rollouts:
-        if rollout not in failing:
-            assert not rollout.error and not rollout.episode_truncated
-        elif isinstance(wanted, str):
-            assert rollout.error.startswith(wanted)
+    return CASES[task["n"]](client)
+"""
+
+
+def test_a_program_that_fails_costs_its_episode_alone(policy, write):
+    """An episode for each way to fail, and one that does not."""
+    statements = [*FAILURES, "return 1.0"]
+    cases = "".join(
+        f"def case{i}(client):\n    {statement}\nCASES[{i}] = case{i}\n"
+        for i, statement in enumerate(statements)
+    )
+    rows = [{"n": i % len(statements), "place": i} for i in range(8 * len(statements))]
+    env = make(spec := write(PROGRAM + cases, rows, zero_on="program.Odd"))
+    seeds = {draw(seed, env.train, env.test)["n"]: seed for seed in range(999)}
+    rollouts = collect(policy, spec, [seeds[i] for i in range(len(statements))], max_turns=4)
+    for statement, rollout in zip(statements, rollouts, strict=True):
+        wanted = FAILURES.get(statement, 1.0)
+        if isinstance(wanted, str):
+            assert rollout.error.startswith(wanted), (statement, rollout.error)
             assert rollout.env_failure == wanted.startswith("EnvFailure")
         else:
-            assert (rollout.error, rollout.episode_return) == ("", wanted)
+            assert (rollout.error, rollout.episode_return) == ("", wanted), statement
             assert rollout.episode_truncated == ("range(9)" in statement)
+
+
+def test_a_program_that_does_nothing_is_ended(policy, write):
+    [rollout] = collect(policy, write("def run(task):\n    while True: pass", timeout=0.2), 1)
+    assert rollout.error == "TimeoutError: the program did nothing for 0.2 seconds"
 
 
 @pytest.mark.parametrize("options, wanted", [({}, -1.5), ({"error_reward": -3}, -3)])
@@ -520,21 +525,15 @@ def run(task, client):
 
 def test_a_reset_ends_the_program_of_the_episode_before(write, tmp_path, monkeypatch):
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    env = make(write("""
-import os, time
-def run(task):
-    open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
-    time.sleep(600)
-"""))  # fmt: skip
-    pids = tmp_path / "pids"
+    note = 'open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")\n    client.chat'
+    env = make(write("import os\n" + ONE_REQUEST.replace("client.chat", note)))
     for number in (1, 2):
-        in_thread(partial(env.reset, number))
-        while not pids.exists() or len(pids.read_text().split()) < number:
-            time.sleep(0.01)
-        if number == 2:
-            env.close()
-    for pid in pids.read_text().split():
-        wait_for_the_end_of(int(pid))
+        env.reset(number)
+        *ended, pid = map(int, (tmp_path / "pids").read_text().split())
+        for other in ended:
+            wait_for_the_end_of(other)
+    env.close()
+    wait_for_the_end_of(pid)
 
 
 def test_the_schema_of_an_answer_is_in_the_prompt(policy):

@@ -82,7 +82,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         line = (f"an agent ended with {text}; such episodes earn the lowest reward. "
                 "If the policy is not the cause, correct it, or raise environments.base.EnvFailure"
                 )  # fmt: skip
-        say_once(line, (str(broken).partition(":")[0], getattr(broken, "place", "")))
+        say_once(line, text.partition(":")[0])
     if len(program.turns) > len(rollout.turns):
         raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
     for turn, reward in zip(rollout.turns, program.turns, strict=False):

@@ -8,7 +8,7 @@
             model="picorl", messages=[{"role": "user", "content": task["question"]}])
         return float(task["answer"] in answer.choices[0].message.content)
 
-Each episode is a process (plumbing/workers.py) with an API key of its own: all requests with that
+Each episode is a process (plumbing/processes.py) with an API key of its own: all requests with that
 key are the episode. endpoint.py has the addresses. agents/README.md says what a program gets and
 returns, which failures are the policy's doing, and which rows are for evaluation; `info["row"]` is
 FILE:LINE of the row.
@@ -20,7 +20,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import IO, Any
@@ -29,7 +29,6 @@ from environments.adapters import endpoint
 from environments.adapters.endpoint import Ask, Choice, Session
 from environments.base import (
     MAX_MESSAGE,
-    MAX_REWARD,
     Env,
     EnvFailure,
     Message,
@@ -39,22 +38,18 @@ from environments.base import (
     check_range,
     checked_step,
 )
-from environments.plumbing import workers
+from environments.plumbing import processes
 from environments.plumbing.dataset import Row
 from environments.plumbing.options import split_words
+from environments.plumbing.worker import EX_TEMPFAIL, libraries_of
 from environments.rewarded import begin_run, draw, load
 
 POLL = 0.5  # seconds between two looks of a call at its program
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
-EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructure fails
 
 
 class ProgramError(Exception):
-    """What a program ended with, in one line. `kind`, `place`: as worker.described says."""
-
-    def __init__(self, text: str, kind: str = "own", place: str = ""):
-        super().__init__(text)
-        self.kind, self.place = kind, place
+    """What a program ended with, in one line."""
 
 
 class Program(Env):
@@ -78,10 +73,9 @@ class Program(Env):
         if not data:
             raise UsageError("set data=FILE.jsonl: a task in each line")
         check_range("timeout", timeout, 0.001, 1_000_000)
-        self.run, self.arguments, self.alone = run, split_words(command), alone
+        self.arguments, self.libraries, self.alone = split_words(command), (), alone
         self.train, self.test, _ = load(data, "", config, split)
-        self.zero_on = tuple(zero_on)
-        self.error_reward, self.timeout, self.host = _number(error_reward), timeout, host
+        self.error_reward, self.timeout, self.host = error_reward, timeout, host
         try:
             if socket.gethostbyname(host) == "0.0.0.0":  # all: no program can ask there
                 raise OSError(0, "that is no single address")
@@ -90,7 +84,8 @@ class Program(Env):
             raise UsageError(f"host={host}: {error.strerror}; name an IPv4 address of this "
                              "machine") from None  # fmt: skip
         if run:
-            check_program(run, self.zero_on)
+            self.arguments, self.libraries = [run, *zero_on], libraries_of(run)
+            check_program(run, zero_on)
         self.session: Session | None = None  # of the present program
         self.asks: list[Ask] = []  # that wait for an answer; none: the program has ended
         self.error: Exception | None = None  # why the episode earned `error_reward`
@@ -136,15 +131,11 @@ class Program(Env):
 
     def _start(self, row: Row, seed: int) -> None:
         """Starts the process of an episode. Raises EnvFailure."""
-        session = endpoint.shared(self.host).open()
-        self.files = three_files({"task": row, "seed": seed} if self.run else row)
-        variables = variables_for(session.endpoint, session.key)
-        self.process = process = workers.start(
-            self.files, variables, self.arguments, self.run, self.zero_on
-        )
-        self.session = session
-        wait = lambda: session.end(process.wait())  # noqa: E731
-        threading.Thread(target=wait, daemon=True).start()
+        self.session = session = endpoint.shared(self.host).open()
+        task = {"task": row, "seed": seed} if self.libraries else row
+        self.files, self.process = started(session, task, self.arguments, self.libraries)
+        process = self.process
+        threading.Thread(target=lambda: session.end(process.wait()), daemon=True).start()
 
     def _wait(self) -> bool:
         """Waits for requests; False once the program has ended. Raises TimeoutError."""
@@ -168,20 +159,17 @@ class Program(Env):
         session = self.session
         assert session
         try:
-            result = self._result(session.code)
+            result = result_of(self.arguments[0], session.code, self.files, bool(self.libraries))
             if not session.has_answer:
                 why = ["it sent none with its API key", *session.refusals][-1]
                 raise ValueError(f"no request of the program was answered: {why}")
             info = dict(result) if isinstance(result, dict) else {"reward": result}
             reward, turns = _number(info.pop("reward", None)), info.pop("turns", [])
-            self.turns = [_number(value) for value in turns]
+            self.turns = [*map(_number, turns)]
             info = {"correct": reward >= 1, "agent_error": 0} | info
             return checked_step(self._last_step(reward, info), "the program", is_single=True)
         except Exception as error:
-            kind = getattr(error, "kind", "own")
-            if kind == "infrastructure" or (kind == "status" and not self.over_limit):
-                raise EnvFailure(f"{error}") from None
-            if not session.has_answer:
+            if not session.has_answer or (isinstance(error, EnvFailure) and not self.over_limit):
                 raise
             self.error, self.turns = error, []
             return self._last_step(self.error_reward, {"correct": False, "agent_error": 1})
@@ -189,68 +177,47 @@ class Program(Env):
     def _last_step(self, reward: float, info: dict[str, Any]) -> Step:
         return Step(None, reward, True, {"row": self.place} | info, truncated=self.over_limit)
 
-    def _result(self, code: int) -> Any:
-        """What a function returned or a command printed. Raises what went wrong."""
-        if self.run:
-            return result_of(self.run, code, self.files)
-        name = self.arguments[0]
-        if code:
-            kind = "infrastructure" if code == EX_TEMPFAIL else "own"
-            raise ProgramError(ended_with(name, code, self.files), kind)
-        last = workers.last_lines(self.files[1])[-1:]
-        with suppress(ValueError, RecursionError):
-            return json.loads(last[0] if last else "")
-        raise ValueError(f"the last line of {name} is no reward as JSON: {last}"[:300])
-
 
 @cache
 def check_program(run: str, zero_on: tuple[str, ...]) -> None:
     """Imports a program, in a process. Raises UsageError if that fails."""
-    files, variables = three_files({}), variables_for(endpoint.shared(), "no-episode")
-    process = workers.start(files, variables, run=run, zero_on=zero_on)
+    session = endpoint.shared().open()
+    session.close()  # it may ask nothing
+    files, process = started(session, None, [run, *zero_on], libraries_of(run))
     try:
-        result_of(run, process.wait(), files)
-    except ProgramError as error:
+        result_of(run, process.wait(), files, True)
+    except (EnvFailure, ProgramError) as error:
         raise UsageError(str(error)) from None
 
 
-def three_files(given: Any) -> list[IO[bytes]]:
-    """For stdin, which has `given` as JSON, stdout and stderr; they are deleted with the list."""
+def started(
+    session: Session, task: Any, arguments: Sequence[str], libraries: tuple[str, ...]
+) -> tuple[list[IO[bytes]], processes.Forked | processes.Fresh]:
+    """The process of an episode, and its stdin, stdout and stderr. Raises EnvFailure."""
     files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
-    files[0].write(json.dumps(given).encode() + b"\n")
+    files[0].write(json.dumps(task).encode() + b"\n")
     files[0].seek(0)
-    return files
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")  # asked without a proxy
+    hosts = hosts if hosts == "*" else f"{hosts},{session.endpoint.host}".lstrip(",")
+    variables = {"OPENAI_BASE_URL": session.endpoint.url, "OPENAI_API_KEY": session.key,
+                 "no_proxy": hosts, "NO_PROXY": hosts}  # fmt: skip
+    return files, processes.start(files, variables, arguments, libraries)
 
 
-def variables_for(endpoint: endpoint.Endpoint, key: str) -> dict[str, str]:
-    """With which a program asks the endpoint, and no proxy in between."""
-    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    hosts = hosts if hosts == "*" else f"{hosts},{endpoint.server.address[0]}".lstrip(",")
-    return {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": key,
-            "no_proxy": hosts, "NO_PROXY": hosts}  # fmt: skip
-
-
-def result_of(run: str, code: int, files: list[IO[bytes]]) -> Any:
-    """What a function returned. Raises what it raised as a ProgramError."""
-    found: Any = {}
-    with suppress(ValueError, IndexError):
-        found = json.loads(workers.last_lines(files[1])[-1])
-    if "error" in found:
-        raise ProgramError(**found["error"])
-    if "result" not in found:
-        raise ProgramError(ended_with(run, code, files))
-    return found["result"]
-
-
-def ended_with(name: str, code: int, files: list[IO[bytes]]) -> str:
-    said = " | ".join(workers.last_lines(files[2])[-3:])
-    return f"{name} ended with code {code}: {said}"[:500]
+def result_of(name: str, code: int, files: list[IO[bytes]], is_function: bool) -> Any:
+    """What a function returned or a command printed. Raises ProgramError, or EnvFailure."""
+    said = processes.last_lines(files[2])
+    text = f"{name} ended with code {code}: {' | '.join(said[-3:])}"
+    if is_function and said and code in (1, EX_TEMPFAIL):  # as worker.main says
+        text = said[-1]
+    if code:
+        raise (EnvFailure if code == EX_TEMPFAIL else ProgramError)(text[:500])
+    last = processes.last_lines(files[1])[-1:]
+    with suppress(ValueError, RecursionError):
+        return json.loads(last[0] if last else "")
+    raise ValueError(f"the last line of {name} is no reward as JSON: {last}"[:300])
 
 
 def _number(value: Any) -> float:
-    """Raises TypeError if it is none, and ValueError if it is too large, or NaN."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"the program returned {value!r:.60}, not a number or a dict with `reward`")
-    if not abs(float(value)) <= MAX_REWARD:
-        raise ValueError(f"the program returned {value!r:.60}, not within ±{MAX_REWARD:g}")
-    return float(value)
+    """Raises TypeError or ValueError if it is none that can be a reward."""
+    return checked_step(Step(None, value, True), "the program", is_single=True).reward

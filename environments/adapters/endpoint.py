@@ -143,7 +143,7 @@ class Endpoint:
     def __init__(self, host: str = HOST):
         """Raises OSError if the address is none of this machine."""
         self.sessions: dict[str, Session] = {}
-        self.server = Server(self.respond, host)
+        self.server, self.host = Server(self.respond, host), host
         self.url = f"http://{host}:{self.server.address[1]}/v1"
 
     def open(self) -> Session:

@@ -44,14 +44,13 @@ from environments.base import (
     check_range,
     checked_step,
 )
-from environments.plumbing import workers
+from environments.plumbing import processes
 from environments.plumbing.options import split_words
 from environments.plumbing.registry import make
 from environments.plumbing.text import one_line
 from environments.plumbing.tools import schemas
 
 T = TypeVar("T")
-SERVE = workers.CODE.replace("plumbing", "adapters") + "import remote; remote.main(sys.argv[1])"
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
 
 
@@ -79,8 +78,8 @@ class Remote(Env):
             served = make(spec)  # raises UsageError here instead of in the server
             if schemas(served) or not isinstance(served, Env):
                 raise UsageError(f"{spec}: remote plays neither tools nor several agents")
-            self.arguments = workers.interpreter(SERVE, spec)
-        self.process: workers.Forked | workers.Fresh | None = None
+            self.arguments = processes.interpreter("environments.adapters.remote:main", spec)
+        self.process: processes.Forked | processes.Fresh | None = None
 
     def reset(self, seed: int) -> list[Message]:
         request = {"do": "reset", "seed": seed}
@@ -126,7 +125,7 @@ class Remote(Env):
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             problem = f"no answer of the protocol: {error!r}"[:500]
         self.close()
-        shown = " | ".join(workers.last_lines(self.stderr)[-3:])[-1000:]
+        shown = " | ".join(processes.last_lines(self.stderr)[-3:])[-1000:]
         said = f"; last lines of its stderr: {shown}" if shown else ""
         raise kind(f"remote environment: {problem}{said}")
 
@@ -137,7 +136,7 @@ class Remote(Env):
         self.stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.stdin = os.fdopen(ours_out, "wb", buffering=0)
         with open(theirs_in, "rb") as stdin, open(theirs_out, "wb") as stdout:
-            self.process = workers.start([stdin, stdout, self.stderr], {}, self.arguments)
+            self.process = processes.start([stdin, stdout, self.stderr], {}, self.arguments)
         self.answers = answers = SimpleQueue[bytes]()
 
         def read() -> None:  # in a thread, as not every system can wait for a pipe
