@@ -24,8 +24,7 @@ def moved(policy, size):
     return policy
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("size", [1e-4, 2e-6])
+@pytest.mark.parametrize(("lora_rank", "size"), [(0, 2e-6), (4, 1e-4)])
 def test_it_is_the_number_of_updates_that_the_sampler_lacks(qwen3_folder, lora_rank, size):
     first = moved(load_small(qwen3_folder, lora_rank=lora_rank), 0.02)
     second = moved(first, size)

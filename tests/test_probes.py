@@ -101,7 +101,7 @@ def test_turns_have_the_rewards_of_their_steps_and_begin_with_the_turn_before():
     two = [([1], [2], 0.5), ([1, 2, 3], [4], 1.0)]
     right = episode(two, [(0.5, False), (0.75, False), (0.25, False)], correct=True)  # with a cut
     moved = episode(two, [(1.0, False), (0.5, False)])
-    lost = episode([([1, 2], [3], 0.0), ([2, 3, 4], [5, 6], 0.0)], [(0.0, False)] * 2)
+    lost = episode([([1, 2], [3], 0.0), ([1, 2, 9], [5, 6], 0.0)], [(0.0, False)] * 2)
     fresh = episode([([1, 2], [3], 0.0), ([7], [5], 0.0)], [(0.0, True), (0.0, False)])
     sampled = [right, moved, lost, fresh]
     batch = to_tokens([right, moved, fresh])

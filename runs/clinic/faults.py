@@ -41,7 +41,6 @@ class Fault:
 
     install: Callable[[Patch], None]
     source: str  # where it was reported
-    metric: str  # that shows it
     warning: str  # that names it; "": none does
     flags: str = ""  # of train.py, also for the healthy run beside it
 
@@ -49,11 +48,11 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(source: str, metric: str, warning: str, flags: str = "") -> Callable:
+def fault(source: str, warning: str, flags: str = "") -> Callable:
     """The decorator that enters a function into FAULTS, by its name."""
 
     def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        FAULTS[install.__name__] = Fault(install, source, metric, warning, flags)
+        FAULTS[install.__name__] = Fault(install, source, warning, flags)
         return install
 
     return enter
@@ -62,7 +61,7 @@ def fault(source: str, metric: str, warning: str, flags: str = "") -> Callable:
 # 1. sampler and trainer differ
 
 
-@fault("TRL #5312", "gap/canary", "stale_weights")
+@fault("TRL #5312", "stale_weights")
 def stale_weights(patch: Patch) -> None:
     """The sampler keeps the weights with which it started; no sync reaches it."""
     init = sampler.TorchSampler.__init__
@@ -73,7 +72,7 @@ def stale_weights(patch: Patch) -> None:
     patch(sampler.TorchSampler, "__init__", frozen)
 
 
-@fault("verl #7495", "gap/canary", "stale_weights", "--lora-rank 8 --lr 2e-4")
+@fault("verl #7495", "stale_weights", "--lora-rank 8 --lr 2e-4")
 def stale_adapter(patch: Patch) -> None:
     """Each sync sends the base weights, which never change, and none of the adapter."""
     trained: list[Any] = []
@@ -92,7 +91,7 @@ def stale_adapter(patch: Patch) -> None:
     patch(sampler.TorchSampler, "sync", sync)
 
 
-@fault("vLLM #42125", "gap/canary", "stale_weights", "--lora-rank 8 --lr 2e-4")
+@fault("vLLM #42125", "stale_weights", "--lora-rank 8 --lr 2e-4")
 def stale_prefix_cache(patch: Patch) -> None:
     """The adapter is replaced in place; the cache keeps the prompts' keys and values of the old."""
     prefill, old = sampler.prefill, list[Any]()
@@ -106,7 +105,7 @@ def stale_prefix_cache(patch: Patch) -> None:
     patch(sampler, "prefill", from_cache)
 
 
-@fault("TRL #6789, #4159", "gap/logprob_mean", "sampler_gap", "--top-p 0.9")
+@fault("TRL #6789, #4159", "sampler_gap", "--top-p 0.9")
 def whole_distribution(patch: Patch) -> None:
     """The trainer's log-probs are of the whole distribution, the sampler's of its top-p part."""
     build = sampler.to_completion
@@ -119,7 +118,7 @@ def whole_distribution(patch: Patch) -> None:
     patch(sampler, "to_completion", without_kept)
 
 
-@fault("TRL #5224", "gap/logprob_max", "sampler_gap", "--temperature 1.5")
+@fault("TRL #5224", "sampler_gap", "--temperature 1.5")
 def retokenised(patch: Patch) -> None:
     """The text of a completion is tokenised again for training; the token that ends it is lost."""
     add = context.Agent.add
@@ -133,7 +132,7 @@ def retokenised(patch: Patch) -> None:
     patch(context.Agent, "add", add_again)
 
 
-@fault("TRL #3500, arXiv:2403.17031", "gap/logprob_mean", "sampler_gap")
+@fault("TRL #3500, arXiv:2403.17031", "sampler_gap")
 def dropout_on(patch: Patch) -> None:
     """Dropout acts while the loss is computed, so the policy in training is another one."""
     hidden_states = policy.Policy.hidden_states
@@ -147,7 +146,7 @@ def dropout_on(patch: Patch) -> None:
 # 2. the wrong tokens
 
 
-@fault("TRL #1623, #4974", "tokens/trained / tokens/sampled", "tokens_left_out")
+@fault("TRL #1623, #4974", "tokens_left_out")
 def end_token_masked(patch: Patch) -> None:
     """Padding is recognised by its id, which is that of the end token: ends are never trained."""
     shape_rewards = train.shape_rewards
@@ -160,7 +159,7 @@ def end_token_masked(patch: Patch) -> None:
     patch(train, "shape_rewards", masked)
 
 
-@fault("TRL #5697", "length/hit_token_limit", "never_stops", "--max-tokens 3")
+@fault("TRL #5697", "never_stops", "--max-tokens 3")
 def cut_answers(patch: Patch) -> None:
     """The token limit of the example is too low for the task: answers are cut, and count as wrong.
     (The limit is the fault: there is no patch.)"""
@@ -169,7 +168,7 @@ def cut_answers(patch: Patch) -> None:
 # 3. the wrong advantages
 
 
-@fault("TRL #3098", "update/direction", "advantages_uneven")
+@fault("TRL #3098", "advantages_uneven")
 def advantages_shifted(patch: Patch) -> None:
     """After a gather in another order each rollout has the advantage of its neighbour."""
     add_advantages = train.add_advantages
@@ -182,7 +181,7 @@ def advantages_shifted(patch: Patch) -> None:
     patch(train, "add_advantages", shifted)
 
 
-@fault("TRL #2803, Search-R1 #88", "groups/openings", "mixed_groups")
+@fault("TRL #2803, Search-R1 #88", "mixed_groups")
 def groups_mixed(patch: Patch) -> None:
     """Prompts are repeated as 1 2 3 1 2 3, and groups cut as 1 1 2 2 3 3."""
     train_tasks = tasks.train_tasks
@@ -196,7 +195,7 @@ def groups_mixed(patch: Patch) -> None:
     patch(tasks, "train_tasks", tiled)
 
 
-@fault("TRL #3675", "groups/repeated", "same_tasks")
+@fault("TRL #3675", "same_tasks")
 def same_tasks(patch: Patch) -> None:
     """The generator of tasks gets the same seed in every update."""
     train_tasks = tasks.train_tasks
@@ -210,7 +209,7 @@ def same_tasks(patch: Patch) -> None:
 # 4. the wrong loss or step
 
 
-@fault("ToolRL #52, Logic-RL #58", "kl/reference", "", "--kl-coef 5")
+@fault("ToolRL #52, Logic-RL #58", "", "--kl-coef 5")
 def kl_sign(patch: Patch) -> None:
     """The KL to the reference is maximized."""
     regularizers = train.regularizers
@@ -222,13 +221,13 @@ def kl_sign(patch: Patch) -> None:
     patch(train, "regularizers", negative)
 
 
-@fault("ChatGLM-Efficient-Tuning #380", "kl/reference", "reference_moves", "--kl-coef 5")
+@fault("ChatGLM-Efficient-Tuning #380", "reference_moves", "--kl-coef 5")
 def reference_moves(patch: Patch) -> None:
     """The reference is not a copy of the policy: it is the policy."""
     patch(before, "freeze_reference", lambda policy, *_: replace(policy, value_head=None))
 
 
-@fault("prime-rl #583", "loss/weight", "loss_weight", "--max-tokens-per-micro-batch 256")
+@fault("prime-rl #583", "loss_weight", "--max-tokens-per-micro-batch 256")
 def micro_batch_mean(patch: Patch) -> None:
     """Each micro-batch divides by its own number of tokens, and the gradients are added up."""
     forward = train.forward
@@ -241,7 +240,7 @@ def micro_batch_mean(patch: Patch) -> None:
     patch(train, "forward", means)
 
 
-@fault("LLaMA-Factory #124", "value/loss", "weights_unchanged", "--algo ppo")
+@fault("LLaMA-Factory #124", "weights_unchanged", "--algo ppo")
 def value_head_left_out(patch: Patch) -> None:
     """The optimizer was made before the value head, and does not have it."""
     make = optimizer.make_optimizer
@@ -252,7 +251,7 @@ def value_head_left_out(patch: Patch) -> None:
     patch(optimizer, "make_optimizer", without_head)
 
 
-@fault("hello-agents #771", "update/moved", "kl_runaway")
+@fault("hello-agents #771", "kl_runaway")
 def high_rate(patch: Patch) -> None:
     """The learning rate is that of another recipe, 100 times as high."""
     make = optimizer.make_optimizer
@@ -263,7 +262,7 @@ def high_rate(patch: Patch) -> None:
     patch(optimizer, "make_optimizer", hundredfold)
 
 
-@fault("AReaL #1369", "eval/letter_counting/accuracy", "step_size", "--dtype bfloat16 --lr 1e-5")
+@fault("AReaL #1369", "step_size", "--dtype bfloat16 --lr 1e-5")
 def steps_vanish(patch: Patch) -> None:
     """AdamW steps on bfloat16 weights, whose spacing is larger than most steps."""
     patch(optimizer, "dtype_of_master", lambda weight: weight.dtype)
@@ -272,7 +271,7 @@ def steps_vanish(patch: Patch) -> None:
 # 5. the wrong task
 
 
-@fault("verl #5635, open-r1 #474", "reward/mean", "no_reward")
+@fault("verl #5635, open-r1 #474", "no_reward")
 def reward_fails(patch: Patch) -> None:
     """The reward function raises outside the main thread; its caller returns 0 for every error."""
     step = LetterCounting.step
@@ -283,7 +282,7 @@ def reward_fails(patch: Patch) -> None:
     patch(LetterCounting, "step", zero)
 
 
-@fault("TRL #2771, #5787", "reward/correct", "")
+@fault("TRL #2771, #5787", "")
 def reward_for_length(patch: Patch) -> None:
     """A reward that was meant to make answers longer has the wrong sign: short ones win."""
     step = LetterCounting.step
@@ -295,7 +294,7 @@ def reward_for_length(patch: Patch) -> None:
     patch(LetterCounting, "step", shorter)
 
 
-@fault("OpenRLHF #1089", "eval/letter_counting/seen", "held_out_seen", "--eval-num-tasks 64")
+@fault("OpenRLHF #1089", "held_out_seen", "--eval-num-tasks 64")
 def evaluates_on_training(patch: Patch) -> None:
     """The tasks of the evaluation are drawn from those of training."""
     train_tasks = tasks.train_tasks
