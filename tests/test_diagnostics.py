@@ -132,6 +132,10 @@ CASES = [  # what breaks a fact; metrics that keep it; settings with which it ne
 ]  # fmt: skip
 
 
+def test_a_reference_may_be_the_policy_at_update_1():
+    assert raised(run_of(3, **FINE | STILL)) == [("reference_moves", 3)]
+
+
 @pytest.mark.parametrize(("name", "broken", "kept", "settings"), CASES)
 def test_where_a_fact_holds_and_where_not(name, broken, kept, settings):
     metrics = FINE | broken

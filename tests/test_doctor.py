@@ -74,13 +74,15 @@ def test_what_was_evaluated_before_an_edit_is_not_compared():
     assert "0.30 [0.25, 0.35] at update 4 -> 0.50" in shown(rows)[-1].text
 
 
-@pytest.mark.parametrize(("after", "said"), [
-    ({"return_mean": 0.5}, "rose"),  # all earned 0.4 before, and all 0.5 after
-    ({"return_mean": 0.5, "return_low": 0.3, "return_high": 0.7}, "may be as before"),
-    ({"return_mean": 0.3, "return_low": 0.25, "return_high": 0.35}, "fell"),
+@pytest.mark.parametrize(("before", "after", "said"), [
+    ((0.4,), (0.5,), "rose"),  # all earned 0.4 before, and all 0.5 after
+    ((0.4, 0.2, 0.6), (0.5,), "may be as before"), ((0.4, 0.2, 0.6), (0.1,), "fell"),
+    ((0.4,), (0.5, 0.3, 0.7), "may be as before"), ((0.4,), (0.3, 0.25, 0.35), "fell"),
 ])  # fmt: skip
-def test_where_no_answer_is_right_the_mean_return_decides(after, said):
-    (found,) = shown([NO_ANSWER[0], update(1) | evaluation(0.0, p=1.0, **after)])
+def test_where_no_answer_is_right_the_mean_return_decides(before, after, said):
+    ends = [dict(zip(("return_mean", "return_low", "return_high"), x, strict=False))
+            for x in (before, after)]  # fmt: skip
+    (found,) = shown([update(n) | evaluation(0.0, p=1.0, **end) for n, end in enumerate(ends)])
     assert f"and the mean return {said}: held-out" in found.text
 
 
