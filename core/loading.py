@@ -59,15 +59,11 @@ def load_policy(
 ) -> Policy:
     """Loads `model_id`, a Hub id or a folder, by default that of `cfg`, with the settings of `cfg`.
 
-    These are the device and the precision, the adapters to train (with `lora_rank` 0 none: all
-    weights are trained), 4 bits, the limit of the context, which is never above the model's own,
-    the chat template's variables, the seed of all random weights, and whether to trust the model's
-    code. The `model/` of a run with LoRA is its base model with its adapters, which are trained on:
-    of any kind of LoRA that PEFT has, without their dropout. `adapters` is the folder of others for
-    the same base model. `plain`: a model without a chat template gets one that adds nothing, as all
-    prompts are raw. core/files/models.py knows the models that have names, such as tiny.
-    Raises UsageError, in one line that names `flag`, if the model cannot be loaded, and if the
-    device does not exist.
+    A folder of LoRA adapters, such as the `model/` of a run, is their base model with the adapters,
+    which are trained on, without their dropout. `adapters` is the folder of others for the same
+    base. `plain`: a model without a chat template gets one that adds nothing, as all prompts are
+    raw. core/files/models.py knows the models that have names, such as tiny. Raises UsageError, in
+    one line that names `flag`.
     """
     model_id = model_id or cfg.model_id
     device = pick_device(cfg.device)
@@ -77,7 +73,8 @@ def load_policy(
         adapters = adapters or model_id
         model_id = _base_of(cfg, model_id, subject, train=flag == "--model-id")
         subject += f": its base {model_id} ({ADAPTER_CONFIG})"
-    trains_all = flag == "--model-id" and not adapters and cfg.num_updates + cfg.sft_steps > 0
+    trains_all = flag == "--model-id" and not (adapters or cfg.lora_rank)
+    trains_all = trains_all and cfg.num_updates + cfg.sft_steps > 0
     base, tokenizer = _load_files(cfg, model_id, device, subject, trains_all)
     torch.manual_seed(cfg.seed)
     adapted = cfg.lora_rank > 0 or adapters
@@ -90,17 +87,13 @@ def load_policy(
     with _one_line_errors(subject):
         if plain and not tokenizer.chat_template:
             tokenizer.chat_template = PLAIN
-        variables = parse_template_options(cfg.template_options)
-        set_template_options(tokenizer, variables)
+        set_template_options(tokenizer, parse_template_options(cfg.template_options))
         embeddings = cast(nn.Embedding, base.get_input_embeddings()).weight
         set_num_embeddings(tokenizer, len(embeddings))
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
     config = base.config.get_text_config()
-    limit, limited_by = _context_limit(config)
-    if limit is None:
-        raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
-                         "has no max_position_embeddings; take another model")  # fmt: skip
+    limit, limited_by = _context_limit(config, subject)
     asked = cfg.max_model_len or limit
     policy = Policy(
         model=model,
@@ -126,18 +119,15 @@ def has_adapters(folder: str) -> bool:
 
 def pick_device(name: str) -> torch.device:
     """The device called `name`; "auto": CUDA, else MPS, else CPU. Raises UsageError if invalid."""
-    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    counts["cpu"] = 1
     if name == "auto":
-        return torch.device(next(kind for kind, count in counts.items() if count))
+        on_mac = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if on_mac else "cpu"
     try:
-        device = torch.device(name)
-        if (device.index or 0) < counts[device.type]:
-            return device
-    except (RuntimeError, KeyError):
-        pass
-    raise UsageError(f"--device {name}: this machine has no such device; take auto, cpu, cuda, "
-                     "cuda:N or mps")  # fmt: skip
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: this machine has no such device; take auto, cpu, cuda, "
+                         "cuda:N or mps") from error  # fmt: skip
+    return torch.device(name)
 
 
 def _check_folder(model_id: str, subject: str) -> None:
@@ -186,7 +176,7 @@ def _load_files(
         config = AutoConfig.from_pretrained(model_id, **source)
         config._attn_implementation = None  # of the trainer that saved it
         saved = getattr(config, "quantization_config", None)
-        if saved and trains_all and cfg.lora_rank == 0:
+        if saved and trains_all:
             raise ValueError("its weights are quantized: give --lora-rank 16")
         if saved and cfg.quantize == "nf4" and not saved.get("load_in_4bit"):
             raise ValueError("its weights are quantized in another way: leave out --quantize")
@@ -240,7 +230,7 @@ def _share_prefixes(policy: Policy) -> str:
     return reason
 
 
-def _context_limit(config: Any) -> tuple[int | None, str]:
+def _context_limit(config: Any, subject: str) -> tuple[int, str]:
     """How many tokens a sequence of the model may have, and what in its config.json says so.
 
     YaRN multiplies the original number, which some files repeat as max_position_embeddings. With
@@ -249,14 +239,17 @@ def _context_limit(config: Any) -> tuple[int | None, str]:
     factors are the same ones.
     """
     limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
+                         "has no max_position_embeddings; take another model")  # fmt: skip
     limited_by, own = "config.json's max_position_embeddings", "original_max_position_embeddings"
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:  # of the model, or of each kind of layer
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         original = kind and (rope.get(own) or getattr(config, own, None))
-        if limit and original and kind == "yarn":
+        if original and kind == "yarn":
             limit = max(limit, int(original * (rope.get("factor") or 1)))
-        elif limit and original and kind == "longrope" and original < limit:
+        elif original and kind == "longrope" and original < limit:
             limit, limited_by = original, f"longrope's {own} in config.json"
     return limit, limited_by
 

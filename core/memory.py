@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -129,19 +130,15 @@ def _reason(error: BaseException) -> str:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a CUDA device, PyTorch's cached blocks included; on Linux that of this process
-    for a CPU; None where it is not known."""
+    """Free memory of a CUDA device, PyTorch's cached blocks included, or of this process for a CPU;
+    None where it is not known."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
+    free = psutil.virtual_memory().available
     cgroup = Path("/sys/fs/cgroup")  # the limit of a container
     with suppress(OSError, ValueError):
         limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
