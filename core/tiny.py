@@ -29,20 +29,7 @@ def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None
         for file in PRETRAINED.iterdir():  # not copytree, whose error hides that of a full disk
             if file.name != "README.md":
                 shutil.copyfile(file, Path(folder, file.name))
-    else:
-        _save_random(folder, seed)
-
-
-def tiny_tokenizer() -> Any:
-    """The tokenizer of both, which encodes and decodes any text.
-
-    >>> tiny_tokenizer().tokenize('How many r in "cherry"?')
-    ['How', 'Ġmany', 'Ġ', 'r', 'Ġin', 'Ġ"', 'c', 'h', 'e', 'r', 'r', 'y', '"?']
-    """
-    return AutoTokenizer.from_pretrained(PRETRAINED)
-
-
-def _save_random(folder: str | os.PathLike[str], seed: int) -> None:
+        return
     tokenizer = tiny_tokenizer()
     # of a new tokenizer in the place of the pretrained one, too (runs/pretrain_tiny)
     config = AutoConfig.from_pretrained(
@@ -56,3 +43,12 @@ def _save_random(folder: str | os.PathLike[str], seed: int) -> None:
         model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def tiny_tokenizer() -> Any:
+    """The tokenizer of both, which encodes and decodes any text.
+
+    >>> tiny_tokenizer().tokenize('How many r in "cherry"?')
+    ['How', 'Ġmany', 'Ġ', 'r', 'Ġin', 'Ġ"', 'c', 'h', 'e', 'r', 'r', 'y', '"?']
+    """
+    return AutoTokenizer.from_pretrained(PRETRAINED)
