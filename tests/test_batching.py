@@ -45,14 +45,11 @@ def test_a_changed_context_starts_a_new_sequence():
     batch = to_tokens([DROPPED])
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 9], [1, 2, 9, 4, 5, 6, 9]]
     assert [s.numbers for s in batch.sequences] == [[-1, -1, 0, 1], [-1, -1, -1, -1, 2, 3, 4]]
+    early = rollout(([1, 2], [3], 0.0), ([1, 5, 3, 4], [6], 0.0))  # its third token is the same
+    assert [s.token_ids for s in to_tokens([early]).sequences] == [[1, 2, 3], [1, 5, 3, 4, 6]]
     batch = to_tokens([TWO_TURNS, DROPPED, TWO_TURNS])
     assert batch.sequence.tolist() == [0] * 4 + [1] * 2 + [2] * 3 + [3] * 4
     assert batch.env_turn.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 1]
-
-
-def test_a_prompt_that_differs_early_begins_a_sequence_though_its_place_has_the_same_token():
-    batch = to_tokens([rollout(([1, 2], [3], 0.0), ([1, 5, 3, 4], [6], 0.0))])
-    assert [s.token_ids for s in batch.sequences] == [[1, 2, 3], [1, 5, 3, 4, 6]]
 
 
 def test_kept_ids_are_those_of_each_token_in_the_order_of_turns():
