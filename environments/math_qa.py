@@ -96,6 +96,7 @@ class MathQA(Env):
 
     @classmethod
     def begin_run(cls, info: RunInfo) -> None:
+        load.cache_clear()
         rewarded.begin_run(info)
 
     def reset(self, seed: int) -> list[Message]:
@@ -165,9 +166,6 @@ def load(data: str) -> tuple[list[Problem], list[Problem]]:
     if any(parse_number(problem.answer) is None for problem in train + test):
         import_library("math_verify")
     return train, test
-
-
-rewarded.CACHED.append(load)
 
 
 def _from_hub(data: str) -> list[list[Problem]]:

@@ -78,7 +78,6 @@ from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute
 
 RUN = RunInfo((), ())  # that of this process; without one all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
-Source = tuple[str, str, str]  # data, config, split
 OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
 OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, and name made"
 
@@ -258,13 +257,12 @@ def begin_run(info: RunInfo) -> None:
     """From now on `load` divides data as this run needs it, and functions read its progress."""
     global RUN
     RUN = info
-    for cached in CACHED:
-        cached.cache_clear()
+    load.cache_clear()
 
 
-def sources(specs: Sequence[str]) -> set[Source]:
-    """The data of environments that have some: `rewarded`, `agent` and `math_qa`, but for the data
-    sets that `math_qa` knows, which are not divided."""
+def sources(specs: Sequence[str]) -> set[tuple[str, str, str]]:
+    """Data, config and split of environments that have some: `rewarded`, `agent` and `math_qa`, but
+    for the data sets that `math_qa` knows, which are not divided."""
     own = [env for env in map(EnvSpec.read, specs) if env.name in ("rewarded", "agent", "math_qa")]
     values = [{"config": "", "split": "train"} | env.values for env in own]
     return {(o["data"], o["config"], o["split"]) for o in values}
@@ -334,9 +332,6 @@ def held_out_of(texts: list[str]) -> list[bool]:
     if not len(texts) / 16 <= sum(found) <= len(texts) / 4:
         found = [hashlib.sha256(text.encode(errors="replace")).digest()[0] < 32 for text in texts]
     return found
-
-
-CACHED: list[Any] = [load]  # and what depends on it
 
 
 def num_held_out(spec: EnvSpec) -> int:

@@ -89,8 +89,9 @@ def is_down(completions, **columns):
 def of_messages(completions):
     return [c[0]["content"] for c in completions]
 def takes(prompts, completions, left):
-    found = [len(one) + len(prompt) / 10 for one, prompt in zip(left, prompts)]
+    found = []
     for prompt, completion, one in zip(prompts, completions, left):
+        found.append(len(one) + len(prompt) / 10)
         one.clear(); prompt.extend(completion); completion[0]["content"] = "right"
     return found
 def sees(prompts, completions, left, question, **columns):
