@@ -67,17 +67,13 @@ class ServerSampler(Sampler):
             raise
         self.remark = f"vLLM's server samples; its log-probs differ by {gap:.1e} nats from ours"
 
-    @property
-    def name(self) -> str:
-        """Of the present adapter."""
-        return f"{self.stem}-v{self.version}"
-
     def sync(self) -> None:
         """Gives the server the present adapter. Sets `sync_seconds`.
 
         If that fails, the next request says so: by then the update can be saved.
         """
         begun, self.version = perf_counter(), self.version + 1
+        self.name = f"{self.stem}-v{self.version}"  # of the present adapter
         self.failure = distributed.broadcast_from_rank_0(self._load)
         self.sync_seconds = perf_counter() - begun
 
