@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,9 +23,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture
 def endpoint():
-    made = Endpoint()
-    yield made
-    made.close()
+    return Endpoint()
 
 
 @pytest.fixture
@@ -63,6 +62,9 @@ def test_a_chat_completion_has_all_that_the_client_reads(session):
     assert [(t.token, t.logprob) for t in answer.choices[1].logprobs.content] == TOKENS
     assert answer.usage.total_tokens == 7 + 4 and answer.choices[0].finish_reason == "stop"
     assert [model.id for model in client.models.list()] == ["picorl"]
+    [connection] = session.endpoint.server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")  # answers are not held back
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,6 +18,8 @@ import asyncio
 import json
 import queue
 import secrets
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
@@ -27,11 +29,11 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
-from environments.plumbing.http_server import HOST, Server
-
+HOST = "127.0.0.1"
 Json = dict[str, Any]
 OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
 MAX_CHOICES = 128  # `n` of a request
@@ -138,13 +140,26 @@ class Session:
 
 
 class Endpoint:
-    """The server. `host`: the address of this machine on which it listens."""
+    """The server, in a thread of its own. `host`: the address of this machine on which it listens."""
 
     def __init__(self, host: str = HOST):
         """Raises OSError if the address is none of this machine."""
         self.sessions: dict[str, Session] = {}
-        self.server, self.host = Server(self.respond, host), host
-        self.url = f"http://{host}:{self.server.address[1]}/v1"
+        listener = socket.create_server((host, 0))
+        # its connections inherit it; else the body of each answer waits for 40 ms
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.host, self.url = host, f"http://{host}:{listener.getsockname()[1]}/v1"
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            response = await self.respond(Request(scope, receive))
+            await response(scope, receive, send)
+
+        # Mistakes of ours alone are shown: the terminal belongs to the run
+        self.server = uvicorn.Server(uvicorn.Config(
+            app, loop="asyncio", ws="none", lifespan="off", interface="asgi3", log_config=None,
+            log_level="error", access_log=False, timeout_keep_alive=600,
+        ))  # fmt: skip
+        threading.Thread(target=self.server.run, args=([listener],), daemon=True).start()
 
     def open(self) -> Session:
         """A session with a key of its own."""
@@ -165,10 +180,6 @@ class Endpoint:
                 session.refusals.append(str(error))
             body = {"message": str(error), "type": "invalid_request_error", "code": error.code}
             return json_response({"error": body}, error.status)
-
-    def close(self) -> None:
-        """Stops listening."""
-        self.server.close()
 
 
 @cache
@@ -386,24 +397,15 @@ def response_events(answer: Json) -> Iterator[tuple[str, Json]]:
     """A complete answer as the events of a stream of the Responses API: their types and fields."""
     yield "created", {"response": answer | {"status": "in_progress", "output": []}}
     for index, item in enumerate(answer["output"]):
-        place: Json = {"output_index": index, "item_id": item["id"]}
-        begun: Json
+        place = {"output_index": index, "item_id": item["id"], "content_index": 0}
         if item["type"] == "message":
             [part] = item["content"]
-            place, begun, text = place | {"content_index": 0}, {"content": []}, part["text"]
-            parts: list[tuple[str, Json]] = [
-                ("content_part.added", {"part": part | {"text": ""}}),
-                ("output_text.delta", {"delta": text, "logprobs": []}),
-                ("output_text.done", {"text": text, "logprobs": []}),
-                ("content_part.done", {"part": part}),
-            ]
+            kind, text = "output_text", part["text"]
+            begun = item | {"content": [part | {"text": ""}]}
         else:
-            begun, kind = {"arguments": ""}, "function_call_arguments"
-            parts = [(f"{kind}.delta", {"delta": item["arguments"]}),
-                     (f"{kind}.done", {k: item[k] for k in ("name", "arguments")})]  # fmt: skip
-        added = item | begun | {"status": "in_progress"}
-        yield "output_item.added", {"output_index": index, "item": added}
-        for kind, fields in parts:
-            yield kind, fields | place
-        yield "output_item.done", {"output_index": index, "item": item}
+            kind, text = "function_call_arguments", item["arguments"]
+            begun = item | {"arguments": ""}
+        yield "output_item.added", place | {"item": begun | {"status": "in_progress"}}
+        yield f"{kind}.delta", place | {"delta": text, "logprobs": []}
+        yield "output_item.done", place | {"item": item}
     yield answer["status"], {"response": answer}
