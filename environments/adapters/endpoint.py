@@ -140,7 +140,7 @@ class Session:
 
 
 class Endpoint:
-    """The server, in a thread of its own. `host`: the address of this machine on which it listens."""
+    """The server, in a thread. `host`: the address of this machine on which it listens."""
 
     def __init__(self, host: str = HOST):
         """Raises OSError if the address is none of this machine."""
