@@ -37,11 +37,13 @@ from environments.base import (
     checked_steps,
 )
 from environments.parsing import prefill_of
-from environments.plumbing.registry import describe_error, make
+from environments.plumbing.registry import EnvSpec, describe_error, make
 from environments.plumbing.tools import with_tools
 
 MAX_TURNS = 500  # of an episode
-NUM_OPENINGS = 300  # seeds of training, of demonstrations and of evaluation that are compared
+# seeds of training, of demonstrations and of evaluation that are compared; of an environment that
+# waits, such as for a process in each episode, a tenth
+NUM_OPENINGS = 300
 MAX_SHARED = 0.02  # fraction of the openings of evaluation that training may have by chance
 ODD_TEXTS = [
     "", " \n\t", "\x00", "\ud800", "é 你好 🎲", "no idea", "-1", "NaN", "1e400", "٣", "½", "\\",
@@ -206,9 +208,10 @@ def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
 
 def _check_openings(report: Report, env: MultiAgentEnv) -> None:
     """Compares the openings of training and demonstrations with those of evaluation."""
-    seeds = [*TRAIN_SEEDS[:NUM_OPENINGS], *DEMO_SEEDS[:NUM_OPENINGS]]
+    count = NUM_OPENINGS // (10 if EnvSpec.read(report.spec).declares("waits") else 1)
+    seeds = [*TRAIN_SEEDS[:count], *DEMO_SEEDS[:count]]
     trained = {repr(_reset(env, seed)) for seed in seeds}
-    held_out = {repr(_reset(env, seed)) for seed in EVAL_SEEDS[:NUM_OPENINGS]}
+    held_out = {repr(_reset(env, seed)) for seed in EVAL_SEEDS[:count]}
     report.openings, report.held_out = len(trained), len(held_out)
     report.shared = len(trained & held_out)
     text = f"{report.shared} of {report.held_out} openings of evaluation occur in training"
