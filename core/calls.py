@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 LONG = 60.0  # seconds after which a quick call shows where it is
 
@@ -37,7 +37,7 @@ def quick_calls(look: Callable[[], None]) -> Iterator[None]:
     takes_signals = threading.current_thread() is threading.main_thread()
     if takes_signals:
         LOOKS.append(look)
-    faulthandler.dump_traceback_later(LONG, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(LONG, file=cast(TextIO, sys.__stderr__))
     try:
         yield
     finally:

@@ -264,7 +264,7 @@ def resolve(cfg: Config) -> Config:
     algorithm; raises UsageError if that fails.
     """
     paths = {name: os.path.expanduser(getattr(cfg, name)) for name in ("model_id", "teacher")}
-    envs = {name: tuple(map(absolute, getattr(cfg, name))) for name in ("env", "eval_env")}
+    envs: Any = {name: tuple(map(absolute, getattr(cfg, name))) for name in ("env", "eval_env")}
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **paths, **envs)
     kind = options_of(cfg.algo)
     if not isinstance(cfg.options, kind | None):

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -260,14 +261,18 @@ def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
         }
         for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
             if any(key in r.info for r in episodes):
-                has = task_means(episodes, tasks, lambda r, key=key: bool(r.info.get(key)))
+                has = task_means(episodes, tasks, partial(_has_info, key))
                 metrics[f"eval/{env}/{name}"] = statistics.fmean(has.values())
     return metrics
 
 
 def is_correct(rollout: Rollout) -> bool:
     """Whether the environment calls the episode correct."""
-    return bool(rollout.info.get("correct"))
+    return _has_info("correct", rollout)
+
+
+def _has_info(key: str, rollout: Rollout) -> bool:
+    return bool(rollout.info.get(key))
 
 
 def explained_variance(targets: Tensor, values: Tensor) -> float:

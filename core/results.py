@@ -32,10 +32,9 @@ def never_right(env: str, records: Sequence[Record]) -> bool:
 
 def return_interval(env: str, record: Record) -> list[float]:
     """The mean return with the ends of its interval; equal returns, which have none, are exact."""
-    value, low, high = (record.get(f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
-    value = math.nan if value is None else value
-    exact = low is None or math.isnan(low)
-    return [value, value if exact else low, value if exact else high]
+    found = (record.get(f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
+    value, low, high = (math.nan if number is None else number for number in found)
+    return [value, value, value] if math.isnan(low) else [value, low, high]
 
 
 def return_of(env: str, record: Record) -> str:

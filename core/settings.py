@@ -244,7 +244,8 @@ def _parse_flags(args: list[str], default: Config) -> Config:
         nested["options"] = default.options
     command: Any = dataclasses.make_dataclass("Command", fields)
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
-    found: Any = tyro.cli(
+    cli: Any = tyro.cli  # its overloads know no flag for the rest of the words
+    found = cli(
         command, prog="train.py", description=Config.__doc__, args=args,
         default=command(**nested), add_help=whole, return_unknown_args=not whole,
     )  # fmt: skip

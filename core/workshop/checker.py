@@ -63,7 +63,8 @@ def execute(args: list[str], file: Path = FILE) -> int:
     parser.add_argument("--solution", type=int, metavar="N", help="print a solution of exercise N")
     options = parser.parse_args(args)
     asks_solution = options.solution is not None
-    number, step, *more = [*([options.solution] if asks_solution else options.hint or [1]), 1, 1]
+    given: list[int] = [options.solution] if asks_solution else options.hint or [1]
+    number, step, *more = [*given, 1, 1]
     if number not in range(1, 11) or step not in (1, 2, 3) or len(more) > 2:
         parser.error("an exercise is 1 to 10, the step of a hint 1, 2 or 3")
     print_any_character()

@@ -73,7 +73,8 @@ class Program(Env):
         if not data:
             raise UsageError("set data=FILE.jsonl: a task in each line")
         check_range("timeout", timeout, 0.001, 1_000_000)
-        self.arguments, self.libraries, self.alone = split_words(command), (), alone
+        self.arguments, self.alone = split_words(command), alone
+        self.libraries: tuple[str, ...] = ()
         self.train, self.test, _ = load(data, "", config, split)
         self.error_reward, self.timeout, self.host = error_reward, timeout, host
         try:

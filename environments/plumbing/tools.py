@@ -233,8 +233,9 @@ class ToolEnv(SingleAgentEnv):
 
 def with_tools(env: Env | MultiAgentEnv, read_calls: ReadCalls = read_calls) -> MultiAgentEnv:
     """As `as_multi`, and the tools of the environment answer."""
-    has_tools = isinstance(env, Env) and env.tools
-    return ToolEnv(env, read_calls) if has_tools else as_multi(env)
+    if isinstance(env, Env) and env.tools:
+        return ToolEnv(env, read_calls)
+    return as_multi(env)
 
 
 def _as_json(value: Any) -> Any:

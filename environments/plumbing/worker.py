@@ -95,9 +95,9 @@ def failure_in(error: BaseException, zero_on: tuple[type[BaseException], ...]) -
         group = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
         more = [one.__cause__, *group]
         found += [cause for cause in more if cause is not None and cause not in found]
-    said = [cause for cause in found if isinstance(cause, EnvFailure)]
+    said: list[BaseException] = [cause for cause in found if isinstance(cause, EnvFailure)]
     if not any(isinstance(cause, zero_on) for cause in found):
-        said += filter(is_failure, found)
+        said += [cause for cause in found if is_failure(cause)]
     return next(iter(said), None)
 
 
