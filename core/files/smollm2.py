@@ -21,10 +21,8 @@ from typing import Any
 
 import filelock
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core.faults import UsageError
 from core.files.atomic import published
@@ -73,40 +71,16 @@ def _convert(file: Path, folder: Path) -> None:
     """Writes weights, config, tokenizer and chat template to `folder`."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(file, "c")  # tensors that torch may share: writable, but not to the file
-    tokenizer = _tokenizer({name: field.contents() for name, field in reader.fields.items()})
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"], dtype="bfloat16", vocab_size=len(tokenizer),
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    weights = _weights(reader.tensors, config)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def _weights(tensors: list[Any], config: LlamaConfig) -> dict[str, Tensor]:
-    """The bfloat16 weights by transformers' names."""
-    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
-
-    found = {tensor.name: tensor for tensor in tensors}
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    with torch.device("meta"):
-        wanted = [name for name, _ in LlamaForCausalLM(config).named_parameters()]
-    weights = {}
-    for name in wanted:
-        tensor = found[names.get_name(name, (".weight",))]
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-        if number := heads.get(name.split(".")[-2]):
-            # GGUF interleaves the halves of a head: rows 0, d/2, 1, d/2 + 1, ..
-            weight = weight.view(number, -1, 2, weight.shape[1]).transpose(1, 2).flatten(0, 2)
-        weights[name] = weight.to(torch.bfloat16).contiguous()
-    return weights
+    # not the tokenizer that transformers makes of the file, which has other ids for some texts
+    fields = GGUFReader(file).fields
+    _tokenizer({name: x.contents() for name, x in fields.items()}).save_pretrained(folder)
+    loaded: Any = LlamaForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    vars(loaded.config).pop("quantization_config", None)  # its weights may still be packed
+    model = LlamaForCausalLM(loaded.config).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
 
 
 def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
