@@ -26,6 +26,7 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
 
     class OneUpdate(Run):
         def updates(self):
+            self.probe.begin(self.optimizer)
             yield update, UpdateStats(self.cfg)
 
         def log(self, number, metrics, sampled):
