@@ -78,7 +78,8 @@ def _convert(file: Path, folder: Path) -> None:
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     vars(loaded.config).pop("quantization_config", None)  # its weights may still be packed
-    model = LlamaForCausalLM(loaded.config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(loaded.config)
+    model.to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
 

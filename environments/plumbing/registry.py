@@ -380,7 +380,11 @@ def import_source(source: str) -> ModuleType:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(describe_error(error)) from error
+        text = describe_error(error)
+        if "relative import" in text and source.endswith(".py"):
+            file = Path(source).resolve()
+            text += f"; in {file.parents[1]}, name {file.parent.name}.{file.stem}:NAME in its place"
+        raise UsageError(text) from error
 
 
 def describe_error(error: BaseException) -> str:
