@@ -9,7 +9,7 @@ from environments.base import UsageError
 
 # the dependencies of pyproject.toml
 NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro rich matplotlib
-    yaml numpy httpx filelock jsonschema starlette uvicorn""".split()
+    yaml numpy httpx filelock psutil jsonschema starlette uvicorn""".split()
 
 if missing := [name for name in NEEDED if not find_spec(name)]:
     sys.exit(f"{', '.join(missing)}: not installed in this Python, {sys.executable}. Activate the "
