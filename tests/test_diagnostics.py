@@ -92,6 +92,17 @@ def test_a_row_shows_its_number_and_its_example_and_wants_all_updates_to_agree()
     assert raised(run_of(9, length__hit_token_limit=1.0)[1:]) == [("never_stops", 3)]
 
 
+def test_an_algorithm_of_the_user_need_not_have_a_baseline(tmp_path):
+    """As the example of algorithms/README.md: no advantage is below 0."""
+    (tmp_path / "best.py").write_text("""from algorithms.options import LoopOptions
+class Options(LoopOptions): pass
+compute_advantages = compute_loss = None""")
+    for size, expected in ((1.0, []), (0.6, [("advantages_uneven", 2)])):
+        records = run_of(6, groups__advantage_sum=size)
+        assert raised(records, algo=str(tmp_path / "best.py")) == expected
+    assert raised(run_of(6, groups__advantage_sum=1.0)) == [("advantages_uneven", 2)]
+
+
 MOVED = {"update/steps": 4, "update/moved": 0.01}
 STILL = {"kl/reference": 0.0, "gap/logprob_mean": 1e-4, "update/moved": 0.01}
 SURPRISE = {"gap/surprise": 0.1, "gap/surprise_z": 4.0}
