@@ -6,7 +6,7 @@
 
 Each row has a prompt, a text or a list of messages, and any other columns. A text is a message of
 the user; with raw=true it is tokenized as it is, for base models. A prompt may end with a message
-of the assistant, which the policy continues: as in TRL it is in the prompt, not in the completion.
+of the assistant, which the policy continues: it is in the prompt, not in the completion.
 
     def accuracy(prompts, completions, answer, **columns):
         return [float(a in text) for text, a in zip(completions, answer)]
@@ -363,11 +363,11 @@ def _judge(
     """The steps of these episodes, with one call of each function. `row`: as `_named`."""
     first = batch[0]
     logged: list[dict[str, Any]] = [{} for _ in batch]  # by log_extra
+    extras: dict[str, list[Any]] = defaultdict(list)  # by log_extra
     metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
-        for info, value in zip(logged, values, strict=True):
-            info[column] = value
+        extras[column].extend(values)
 
     prompts = [env.asked for env in batch]
     lists: dict[str, list[Any]] = {
@@ -395,6 +395,9 @@ def _judge(
         with _named(name, row):
             for own, number in zip(values, _numbers(numbers, len(batch)), strict=True):
                 own |= {} if math.isnan(number) else {name: number}
+    for column, of_all in extras.items():
+        for info, value in zip(logged, of_all, strict=False):
+            info[column] = value
     means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
     return [env.to_step(own, means | info)
             for env, own, info in zip(batch, values, logged, strict=True)]  # fmt: skip
@@ -406,7 +409,7 @@ def _call(
 ) -> Any:  # fmt: skip
     """What a function returns, called with the arguments that it names. `lists`: those with an
     entry for each completion, of which it gets copies."""
-    parameters = inspect.signature(function).parameters
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     with _named(name, row):
         own = {key: [*map(copy.deepcopy, values)] for key, values in lists.items()

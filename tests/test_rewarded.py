@@ -42,6 +42,9 @@ def nans(completions):
 def times(completions, factor, **columns):
     return [factor] * len(completions)
 halved = functools.partial(times, factor=0.5)
+@functools.wraps(lambda completions: None)
+def wrapped(prompts, completions, **columns):
+    return [float(len(prompts))] * len(completions)
 def get_shorter(max_len=4):
     return lambda completions: [1 - len(text) / max_len for text in completions]
 def rank(completions, **columns):
@@ -57,7 +60,8 @@ async def also(**columns):
     return await meets(**columns)
 def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
     calls.append((completions, completion_ids, trainer_state.global_step, trainer_state.max_steps))
-    log_extra("letter", [c[0]["content"].upper() for c in completions])
+    for c in completions:
+        log_extra("letter", [c[0]["content"].upper()])
     log_extra("scores", torch.ones(len(completions), 2).numpy())
     log_extra(column="correct", values=["no"] * len(completions))
     for c in completions:
@@ -145,7 +149,8 @@ def globals_of(spec):
     ("halved accuracy", {"correct": "rewards.py:accuracy"}, [1.5, 0.5, 0.5], [1, 0, 0]),
     ("accuracy sometimes", {"weights": "1 0", "correct": "sometimes", "threshold": 0.5},
      [1, 0, 0], [1, 0, 1]),
-    ("array", {}, [0, 1, 2], [0, 1, 1]), ("meets also", {}, [2, 2, 2], [1, 1, 1]),
+    ("wrapped", {}, [3, 3, 3], [1, 1, 1]), ("array", {}, [0, 1, 2], [0, 1, 1]),
+    ("meets also", {}, [2, 2, 2], [1, 1, 1]),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
     functions, options, rewards, right
@@ -326,6 +331,9 @@ def test_values_are_those_of_the_file(datasets):
     parquet, lines = (make(spec_of("two", f"a.{kind}")).train for kind in ("parquet", "jsonl"))
     assert [row.pop("image") for row in parquet] == [{"bytes": b"none", "path": None}] * len(lines)
     assert parquet == lines
+    own = {"data_files": "a.jsonl", "split": "train"}  # reads what differs from row to row as JSON
+    datasets.load_dataset("json", **own).to_parquet("b.parquet")
+    assert make(spec_of("two", "b.parquet")).train == lines
 
 
 @pytest.mark.parametrize(("options", "words"), [

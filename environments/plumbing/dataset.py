@@ -88,5 +88,15 @@ def _as_stored(rows: Any) -> list[Row]:
 
     return [
         {key: without_none(value) if is_chat(value) else value for key, value in row.items()}
-        for row in rows.with_format("arrow")[:].to_pylist()
+        for row in (_of_json(r, rows.features) for r in rows.with_format("arrow")[:].to_pylist())
     ]
+
+
+def _of_json(value: Any, feature: Any) -> Any:
+    """The value of a feature, where `datasets` keeps dicts of several shapes as JSON texts."""
+    if isinstance(feature, dict) and isinstance(value, dict):
+        return {key: _of_json(own, feature.get(key)) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_of_json(own, getattr(feature, "feature", None)) for own in value]
+    is_json = type(feature).__name__ == "Json" and isinstance(value, str)
+    return json.loads(value) if is_json else value
