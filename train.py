@@ -8,7 +8,7 @@ A task is an environment and a seed. A rollout is one agent's episode of a task:
 each a prompt and the completion that the policy (the model in training) sampled; its return R is
 the sum of the rewards of its turns. The G rollouts of a task are a group; in a game with several
 agents, each agent has a group of its own. An update samples G = 8 rollouts of each of P = 16 tasks,
-and makes the tokens of those likelier that earned more than their group:
+and makes the tokens of rollouts that earned more than their group likelier:
 
     R      the return of each rollout
     A      (R - mean of its group) / (std of its group), for each token that was sampled in it
@@ -17,10 +17,12 @@ and makes the tokens of those likelier that earned more than their group:
     loss   -Σ w min(ρ A, clip(ρ) A) / number of tokens
     step   AdamW with a learning rate of 5e-5, along the gradient, clipped to norm 1
 
-This is GRPO with one step per update. So ρ is exactly 1, its clip does nothing, and the gradient of
-the loss is -Σ w A ∇log π / number: REINFORCE, with the mean of the group as the baseline and the
-group's standard deviation as the unit. In the 25 updates of the default run, w is between 1 - 1e-5
-and 1 + 1e-5, and the norm of the gradient is above 1 in one update.
+This is GRPO (with DAPO's numbers: clip(ρ) is within 0.8 and 1.28, and all tokens count alike), one
+step per update. So ρ is exactly 1, its clip does nothing, and the gradient of the loss is
+-Σ w A ∇log π / number: REINFORCE, with the mean of the group as the baseline and the group's
+standard deviation as the unit. A group whose returns are equal has A = 0, and its tokens still
+count in the number. In the 25 updates of the default run, w is between 1 - 1e-5 and 1 + 1e-5, and
+the norm of the gradient is above 1 in one update.
 
 A line that does nothing by default ends in `off:` and the flags that switch it on.
 
@@ -87,8 +89,7 @@ def main(cfg: Config) -> int:
                     tokens = forward(run, batch, micro)  # [n]: log π, and all of the above
                     loss, metrics = algorithm.compute_loss(tokens, cfg.options)
                     loss = loss + regularizers(run, tokens)  # off: --kl-coef, --entropy-coef
-                    # loss.backward(); but if no log-prob has a gradient, as all groups here earned
-                    # the same, not through the model
+                    # loss.backward(), but not through the model where all A here are 0
                     optimizer.backward(loss, tokens.outputs)
                     stats.add(tokens, loss, metrics)
                 optimizer.sum_gradients()  # off: over the processes of torchrun

@@ -24,7 +24,7 @@ from environments.letter_counting import LetterCounting
 P, G = 16, 8
 MAX_TOKENS = 40  # of an answer
 TEMPERATURE = 1.2  # the policy is softmax(logits / TEMPERATURE), in sampling and in training
-UPDATES, EPOCHS, MINIBATCHES = 10, 2, 2  # passes over the answers of an update; steps of a pass
+UPDATES, EPOCHS, MINIBATCHES = 10, 2, 2  # of the run; passes of an update; steps of a pass
 LEARNING_RATE, CLIP = 1e-4, 0.2
 HELD_OUT = range(1_500_000_000, 1_500_000_128)  # seeds of tasks that no update trains on
 
@@ -88,7 +88,7 @@ def compute_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
 
 def update(model, optimizer, ids, attention, mask, advantages) -> Tensor:
     """EPOCHS passes over the B answers, in MINIBATCHES steps each. A step is along the gradient of
-    its own rows, which is scaled to length 1 if it is longer. Returns the log-probs before them."""
+    its own rows, scaled to length 1 if that is longer. Returns the log-probs before them."""
     with torch.no_grad():
         old = token_logprobs(model, ids, attention, mask.shape[1])
     for _ in range(EPOCHS):
