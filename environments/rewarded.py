@@ -245,8 +245,8 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
 
 
 def _is_the_same(one: Any, other: Any) -> bool:
-    """Whether it is one function, or a cell of a notebook that ran again has compiled it anew. What
-    one function or loop makes is compiled once; lambdas are different ones."""
+    """Whether both are one function, or one is the other after its notebook cell ran again: a new
+    code object under its name. Functions made in a loop share one, and lambdas have no name."""
     names = [(f.__module__, getattr(f, "__qualname__", "<")) for f in (one, other)]
     codes = [getattr(f, "__code__", f) for f in (one, other)]
     is_new = names[0] == names[1] and "<" not in names[0][1] and codes[0] is not codes[1]
