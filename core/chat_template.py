@@ -8,9 +8,8 @@ A completion is never rendered or tokenized again, so the policy trains on the i
 Only the template can write the tokens that its turns are made of. A message that quotes such a
 token, like "<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn.
 `tools` are JSON schemas. A template that writes calls as Hermes and Qwen do (plumbing/tools.py)
-writes them itself, and so does one whose tokenizer has a `response_template` (LFM 2.5, Gemma 4):
-its calls are read with transformers' `parse_response`. A model with any other template is told to
-write them as Hermes does: `without_tools` puts schemas, calls and results into messages.
+writes them itself. A model with any other template is told to write them as Hermes does:
+`without_tools` puts schemas, calls and results into messages.
 """
 
 import json
@@ -20,8 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from itertools import takewhile
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -30,7 +28,7 @@ from core.faults import UsageError
 from core.types import Message
 from environments.plumbing import tools as hermes
 from environments.plumbing.text import one_line
-from environments.plumbing.tools import END_OF_THOUGHT, OPENING, Call, call_text
+from environments.plumbing.tools import CLOSING, END_OF_THOUGHT, OPENING, Call, call_text
 
 Schema = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool", "raw")
@@ -109,7 +107,7 @@ def next_prompt_ids(
     the <|end|> of gpt-oss, the template's takes its place.
     """
     chat = [QUESTION, ANSWER, *_quoted(tokenizer, messages, tools)]
-    text = _text_after_answer(tokenizer, chat, tools=tools)
+    text = render(tokenizer, chat, tools=tools).rpartition(COMPLETION)[2]
     closing, *others = _encode(tokenizer, text.lstrip())
     if ids[-1] == closing:
         return ids + others
@@ -123,10 +121,9 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> No
     Raises UsageError for an option that the template does not read, and for what is no date.
     """
     own = {name: value for name, value in options.items() if name != TODAY}
-    found: Any = tokenizer.chat_template or ""  # or several, by name
-    templates = list(found.values()) if isinstance(found, dict) else [found]
-    lexed = (token for template in templates for token in Environment().lex(template))
-    names = {text for _, kind, text in lexed if kind == "name"}
+    source: Any = tokenizer.chat_template or ""  # or several, by name
+    source = "".join(source.values()) if isinstance(source, dict) else source
+    names = {text for _, kind, text in Environment().lex(source) if kind == "name"}
     for name in own:
         if name not in names - RESERVED:
             raise UsageError(f"--template-options {name}: the chat template has no such option")
@@ -143,53 +140,43 @@ def is_rendered(text: str) -> bool:
     return any(text.lstrip().startswith(first) and second in text for first, second in MARKS)
 
 
-def end_of_turn_id(tokenizer: Tokenizer) -> int:
-    """Id of the token with which the assistant ends its turn: the one after the last answer, or, if
-    the template writes none there, the one that opens the user's next message (GLM-4).
+def check_template(tokenizer: Tokenizer, num_embeddings: int = sys.maxsize) -> int:
+    """Returns the id of the token with which the assistant ends its turn: the one after the last
+    answer, or, if the template writes none there, the one that opens the user's next message
+    (GLM-4). A message that has an added token beyond the `num_embeddings` of the model in it is
+    encoded as the plain characters from now on.
 
-    Raises UsageError if plain text ends the turn.
+    Raises UsageError if the template changes what messages say, cannot open or end a turn, or
+    writes a token beyond the embeddings, and if the vocabulary itself is larger.
     """
-    for chat in ([QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION]):
-        text = _text_after_answer(tokenizer, chat, open_turn=False)
-        if ids := _encode(tokenizer, text.lstrip())[:1]:
-            break
-    if not ids or ids[0] not in tokenizer.added_tokens_decoder:
+    tokenizer.num_embeddings = num_embeddings  # type: ignore[attr-defined]
+    roles = ("user", "assistant", "user")
+    text = render(tokenizer, [{"role": role, "content": MARKER} for role in roles])
+    if text.count(MARKER) < len(roles):
+        raise UsageError("the chat template leaves out or rewrites parts of the messages")
+    if max(tokenizer.vocab_size, 1 + max(_encode(tokenizer, text))) > num_embeddings:
+        raise UsageError(f"the model has {num_embeddings} embeddings, and its tokenizer or chat "
+                         "template more tokens: it may be of another model, or "
+                         "resize_token_embeddings(len(tokenizer)) is missing")  # fmt: skip
+    prompt, answered, asked_again = (
+        render(tokenizer, chat, open_turn=False)
+        for chat in ([QUESTION], [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION])
+    )
+    header, _, after = answered.partition(COMPLETION)
+    after = after.strip() or asked_again.partition(COMPLETION)[2].strip()
+    closing_id = next(iter(_encode(tokenizer, after)), None)
+    if closing_id not in tokenizer.added_tokens_decoder:
         raise UsageError("the chat template does not close the assistant's turn with a token")
-    return ids[0]
-
-
-def set_num_embeddings(tokenizer: Tokenizer, count: int) -> None:
-    """Says how many tokens the model has embeddings of; a message that has an added token beyond
-    them in it is encoded as the plain characters from now on.
-
-    Raises UsageError if the template writes one, or if the vocabulary itself is larger.
-    """
-    tokenizer.num_embeddings = count  # type: ignore[attr-defined]
-    written = _encode(tokenizer, render(tokenizer, [QUESTION, ANSWER, QUESTION]))
-    if max(tokenizer.vocab_size, *(i + 1 for i in written)) > count:
-        raise UsageError(
-            f"the model has {count} embeddings, and its tokenizer or chat template more tokens: "
-            "it may be of another model, or resize_token_embeddings(len(tokenizer)) is missing"
-        )
+    header = header.removeprefix(prompt.rstrip())
+    if prompt == render(tokenizer, [QUESTION]) and header.strip():
+        raise UsageError("the chat template ignores add_generation_prompt: a prompt would end "
+                         f"without {header[-60:]!r}, which opens the assistant's turn")  # fmt: skip
+    return cast(int, closing_id)
 
 
 def num_embeddings(tokenizer: Tokenizer) -> int:
     """How many tokens the model of a tokenizer has embeddings of, as far as this is known."""
     return getattr(tokenizer, "num_embeddings", sys.maxsize)
-
-
-def check_template(tokenizer: Tokenizer) -> None:
-    """Raises UsageError if the template changes what messages say, or cannot open a turn."""
-    roles = ("user", "assistant", "user")
-    chat = render(tokenizer, [{"role": role, "content": MARKER} for role in roles])
-    if chat.count(MARKER) < len(roles):
-        raise UsageError("the chat template leaves out or rewrites parts of the messages")
-    prompt = render(tokenizer, [QUESTION])
-    before = render(tokenizer, [QUESTION, ANSWER], open_turn=False).partition(COMPLETION)[0]
-    header = before.removeprefix(prompt.rstrip())
-    if prompt == render(tokenizer, [QUESTION], open_turn=False) and header.strip():
-        raise UsageError("the chat template ignores add_generation_prompt: a prompt would end "
-                         f"without {header[-60:]!r}, which opens the assistant's turn")  # fmt: skip
 
 
 def clean_message(message: Message) -> Message:
@@ -256,55 +243,41 @@ def render(
     Raises UsageError if there is no template, and if it refuses the messages or fails.
     """
     has_tools = bool(tools) or any(m["role"] == "tool" or "tool_calls" in m for m in chat)
-    if has_tools and not tool_format(tokenizer):
+    if has_tools and not writes_calls(tokenizer):
         chat, tools = without_tools(tokenizer, chat, tools), ()
     return _apply(tokenizer, chat, open_turn, tools)
 
 
 @lru_cache(maxsize=8)
-def tool_format(tokenizer: Tokenizer) -> Literal["own", "hermes", ""]:
-    """How the template writes schemas, calls and results: "own", for `parse_response`; "hermes";
-    "" if it does not, or in a format that picoRL cannot read."""
+def writes_calls(tokenizer: Tokenizer) -> bool:
+    """Whether the template writes schemas, calls and results, and calls as Hermes does."""
     with suppress(UsageError):
-        text = _apply(tokenizer, [QUESTION, _asked("", [LOOKUP]), RESULT], False, [TOOL])
-        if TOOL["function"]["description"] in text and RESULT["content"] in text:
-            if "tool_calls" in str(getattr(tokenizer, "response_template", "")):
-                return "own"
-            if hermes.read_calls(OPENING + text.rpartition(OPENING)[2]) == [LOOKUP]:
-                return "hermes"
-    return ""
+        chat = [QUESTION, _asked(COMPLETION, [LOOKUP]), RESULT]
+        text = _apply(tokenizer, chat, False, [TOOL])
+        parts = (TOOL["function"]["description"], COMPLETION, RESULT["content"])
+        calls = hermes.read_calls(OPENING + text.rpartition(OPENING)[2])
+        return all(part in text for part in parts) and calls == [LOOKUP]
+    return False
 
 
 def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
-    """The calls of a completion, up to the first unreadable one; none inside a thought."""
+    """The calls of a completion, up to the first unreadable one; none inside a thought, which the
+    prompt may have opened."""
     prompt = render(tokenizer, [QUESTION], tools=[TOOL])
-    if tool_format(tokenizer) != "own":  # the prompt may have opened the thought
-        return hermes.read_calls(prompt.rpartition(QUESTION["content"])[2] + text)
-    end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
-    try:
-        message: Any = tokenizer.parse_response(text + end, prefix=prompt)
-        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-        return [hermes.make_call(**call) for call in calls]
-    except Exception:  # of a text that does not have the format
-        return [hermes.UNREADABLE]
+    return hermes.read_calls(prompt.rpartition(QUESTION["content"])[2] + text)
 
 
 def in_format_of(tokenizer: Tokenizer, text: str) -> str:
-    """A demonstration with the calls of `call_text`, in the template's format."""
+    """A demonstration with the calls of `call_text`, as the template writes them."""
     calls = hermes.read_calls(text)
-    if calls and tool_format(tokenizer):
-        return _calls_as_text(tokenizer, text.partition(OPENING)[0].strip(), calls)
+    if calls and writes_calls(tokenizer):
+        chat = [QUESTION, _asked(COMPLETION, calls)]
+        rest = render(tokenizer, chat, open_turn=False, tools=[TOOL]).rpartition(COMPLETION)[2]
+        content = text.partition(OPENING)[0].strip()
+        return (content + rest[: rest.rindex(CLOSING)] + CLOSING).strip()
     # a call counts only after the thought of the prompt
     is_thought = calls and not read_calls(tokenizer, text)
     return f"{END_OF_THOUGHT}\n\n{text}" if is_thought else text
-
-
-@lru_cache(maxsize=8)
-def opening_of_calls(tokenizer: Tokenizer) -> str:
-    """The text with which a call begins."""
-    if tool_format(tokenizer) != "own":
-        return OPENING
-    return _calls_as_text(tokenizer, "", [LOOKUP]).partition(LOOKUP.name)[0].split()[0]
 
 
 def without_tools(
@@ -339,16 +312,6 @@ def _asked(content: str, calls: Sequence[Call]) -> Message:
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     asked = [TOOL_CALL | {"function": function} for function in functions]
     return {"role": "assistant", "content": content, "tool_calls": asked}
-
-
-def _calls_as_text(tokenizer: Tokenizer, content: str, calls: Sequence[Call]) -> str:
-    """What the template writes for an answer with calls, without the token that closes the turn."""
-    prompt = render(tokenizer, [QUESTION], tools=[TOOL])
-    chat = [QUESTION, _asked(content, calls)]
-    text = render(tokenizer, chat, open_turn=False, tools=[TOOL])
-    end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
-    return text[len([*equal]) :].partition(end)[0].strip()
 
 
 def _quoted(
@@ -399,18 +362,6 @@ def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
 def _clean(text: str) -> str:
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text.translate(NONCHARACTERS)
-
-
-def _text_after_answer(
-    tokenizer: Tokenizer,
-    chat: list[Message],
-    open_turn: bool = True,
-    tools: Sequence[Schema] = (),
-) -> str:
-    _, found, text = render(tokenizer, chat, open_turn, tools).rpartition(COMPLETION)
-    if not found:
-        raise UsageError("the chat template leaves out or rewrites the assistant's messages")
-    return text
 
 
 def _apply(

@@ -24,18 +24,13 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from core.chat_template import (
-    PLAIN,
-    check_template,
-    end_of_turn_id,
-    set_num_embeddings,
-    set_template_options,
-)
+from core.chat_template import PLAIN, check_template, set_template_options
 from core.config import RUNS, Config, parse_template_options
 from core.faults import UsageError
 from core.kv_cache import prefill
 from core.policy import Policy
 from core.prefix_sharing import ATTENTION, make_tree
+from environments.plumbing.text import one_line
 
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
 NEVER = -30.0  # log-prob of a token that is not sampled, ever
@@ -43,9 +38,11 @@ MAX_SHARING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart o
 ADAPTER_CONFIG = "adapter_config.json"
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
 LFS = b"version https://git-lfs"  # the beginning of a file that Git LFS has not fetched
-MAX_REASON = 200  # characters of another library's error message that are shown
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
+# cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a step of a
+# small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def load_policy(
@@ -73,25 +70,18 @@ def load_policy(
         adapters = adapters or model_id
         model_id = _base_of(cfg, model_id, subject, train=flag == "--model-id")
         subject += f": its base {model_id} ({ADAPTER_CONFIG})"
-    trains_all = flag == "--model-id" and not (adapters or cfg.lora_rank)
-    trains_all = trains_all and cfg.num_updates + cfg.sft_steps > 0
-    base, tokenizer = _load_files(cfg, model_id, device, subject, trains_all)
-    torch.manual_seed(cfg.seed)
     adapted = cfg.lora_rank > 0 or adapters
+    trains = flag == "--model-id" and cfg.num_updates + cfg.sft_steps > 0
+    base, tokenizer = _load_files(cfg, model_id, device, subject, trains and not adapted)
+    torch.manual_seed(cfg.seed)
     model: Any = _with_adapters(base, cfg.lora_rank, adapters) if adapted else base
     model.to(device).eval()  # without the dropout of adapters that were trained elsewhere
-    if device.type == "cuda":
-        # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a
-        # step of a small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
-        torch.backends.cuda.enable_cudnn_sdp(False)
     with _one_line_errors(subject):
         if plain and not tokenizer.chat_template:
             tokenizer.chat_template = PLAIN
         set_template_options(tokenizer, parse_template_options(cfg.template_options))
         embeddings = cast(nn.Embedding, base.get_input_embeddings()).weight
-        set_num_embeddings(tokenizer, len(embeddings))
-        closing_id = end_of_turn_id(tokenizer)
-        check_template(tokenizer)
+        closing_id = check_template(tokenizer, len(embeddings))
     config = base.config.get_text_config()
     limit, limited_by = _context_limit(config, subject)
     asked = cfg.max_model_len or limit
@@ -315,11 +305,10 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
             yield
     except Exception as error:
         name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        reason = f"{name}{' '.join(str(error).split())}"
+        reason = name + one_line(error)[:200]
         if not trusted and "trust_remote_code" in reason:
             reason = "it needs its own Python code; add --trust-remote-code if you trust its author"
-        shown = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}.."
-        raise UsageError(f"{subject}: {shown}") from error
+        raise UsageError(f"{subject}: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)
 
@@ -365,8 +354,8 @@ def _with_adapters(model: PreTrainedModel, rank: int, folder: str) -> Any:
     with _one_line_errors(f"{folder}: can't be loaded"):
         config = LoraConfig.from_pretrained(folder)
         config.inference_mode = False  # saved as True, with which nothing is trained
-        weights = load_peft_weights(folder, device="cpu")
         adapted = get_peft_model(model, config)
+        weights = load_peft_weights(folder, device="cpu")
         found: Any = set_peft_model_state_dict(adapted, weights)
         missing = [key for key in found.missing_keys if "lora_" in key]
         if odd := [*found.unexpected_keys, *missing]:

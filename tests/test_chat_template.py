@@ -18,7 +18,6 @@ from core.chat_template import (
     TODAY,
     TOOL,
     check_template,
-    end_of_turn_id,
     in_format_of,
     next_prompt_ids,
     prompt_ids,
@@ -26,7 +25,6 @@ from core.chat_template import (
     render,
     set_template_options,
 )
-from core.config import parse_template_options
 from core.context import Agent, Renderer
 from core.faults import UsageError
 from core.policy import Policy
@@ -62,16 +60,14 @@ class Known(NamedTuple):
     opening: str  # the first prompt, to "Hi"
     end: str  # the token that ends an answer
     after: str  # between this token and the second answer, with the message "So?"
-    options: str = ""
 
 
 KNOWN = {
-    "qwen 3": Known(
+    "qwen3": Known(
         template_of("qwen3"), "<|endoftext|> <|im_end|> <|im_start|>",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         "<|im_end|>",
         "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        options="enable_thinking=false",
     ),
     "gemma": Known(
         template_of("gemma3"), "<bos> <eos> <start_of_turn> <end_of_turn>",
@@ -89,8 +85,6 @@ KNOWN = {
         "[gMASK]<sop><|user|>\nHi<|assistant|>", "<|user|>", "\nSo?<|assistant|>",
     ),
 }  # fmt: skip
-
-
 MARKS = ("<｜User｜>", "<｜Assistant｜>")  # not special in DeepSeek's tokenizer
 THINK = ("<think>", "</think>")
 
@@ -117,58 +111,58 @@ def byte_tokenizer(template, special, added, bos, eos, pieces=False):
     )  # fmt: skip
 
 
-def tokenizer_of(name, added=THINK, date="2025-03-09", pieces=False):
+def tokenizer_of(name, added=THINK, pieces=False):
     known = KNOWN[name]
     special = known.special.split()
     tokenizer = byte_tokenizer(known.template, special, added, *special[:2], pieces)
-    today = {TODAY: date} if date else {}
-    set_template_options(tokenizer, parse_template_options(known.options) | today)
+    set_template_options(tokenizer, {"enable_thinking": False} if name == "qwen3" else {})
     return tokenizer
 
 
-def second_prompt(tokenizer, answer, end):
-    """The ids of the first prompt with a sampled answer, and those of the prompt after it."""
-    stops = [end_of_turn_id(tokenizer), tokenizer.eos_token_id]
+def agent_with(tokenizer, messages):
+    """An agent that is asked for its first answer."""
+    stops = [check_template(tokenizer), tokenizer.eos_token_id]
     policy = Policy(None, tokenizer, torch.device("cpu"), stops, stops[0], max_length=4096)
-    agent = Agent(Renderer(policy), Rollout("", "", 0, 0), chat=[HI])
+    agent = Agent(Renderer(policy), Rollout("", "", 0, 0))
+    agent.begin(messages)
     agent.set_prompt()
-    ids = tokenizer.encode(answer + end, add_special_tokens=False)
-    sampled = agent.prompt_ids + ids
-    agent.add(to_completion(policy, ids, []))
-    agent.chat.append(SO)
-    agent.set_prompt()
-    return sampled, agent.prompt_ids
+    return agent
+
+
+def answer(agent, text):
+    """Samples this text; returns what the environment gets of it."""
+    policy = agent.renderer.policy
+    ids = policy.tokenizer.encode(text, add_special_tokens=False)
+    return agent.add(to_completion(policy, ids, []))
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_template_opens_ends_and_continues_a_turn(name):
     tokenizer, known = tokenizer_of(name), KNOWN[name]
-    check_template(tokenizer)
-    assert tokenizer.decode(prompt_ids(tokenizer, [HI])) == known.opening
-    assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids(known.end)
     eos = tokenizer.eos_token  # which the template's takes the place of
     for end in (known.end, "", eos):  # or cut off
-        sampled, prompt = second_prompt(tokenizer, "Yes", end)
-        assert tokenizer.decode(prompt) == known.opening + "Yes" + known.end + known.after
+        agent = agent_with(tokenizer, [HI])
+        assert tokenizer.decode(agent.prompt_ids) == known.opening
+        stop = agent.renderer.policy.end_of_turn_id
+        assert stop == tokenizer.convert_tokens_to_ids(known.end)
+        answer(agent, "Yes" + end)
+        sampled = agent.context_ids
+        agent.read(Step(SO, 0.0, False))
+        assert tokenizer.decode(agent.prompt_ids) == known.opening + "Yes" + known.end + known.after
         kept = len(sampled) - (end == eos != known.end)
-        assert prompt[:kept] == sampled[:kept]
+        assert agent.prompt_ids[:kept] == sampled[:kept]
 
 
 def test_an_answer_that_an_environment_begins_is_continued():
     tokenizer, known, prefill = tokenizer_of("gemma"), KNOWN["gemma"], "Yes, né"
-    stop = end_of_turn_id(tokenizer)
-    policy = Policy(None, tokenizer, torch.device("cpu"), [stop], stop, max_length=4096)
-    agent = Agent(Renderer(policy), Rollout("", "", 0, 0))
-    agent.begin([HI, {"role": "assistant", "content": prefill}])
-    agent.set_prompt()
+    agent = agent_with(tokenizer, [HI, {"role": "assistant", "content": prefill}])
     begun = prompt_ids(tokenizer, [HI])
     assert tokenizer.decode(agent.prompt_ids) == known.opening + prefill
     assert agent.prompt_ids[: len(begun)] == begun
-    said = agent.add(to_completion(policy, tokenizer.encode("!", add_special_tokens=False), []))
+    said = answer(agent, "!")
     assert said == prefill + "!" and said.token_ids == agent.rollout.turns[0].completion_ids
-    answer = {"role": "assistant", "content": said}
-    assert agent.chat == agent.rollout.messages == [HI, answer]
-    agent.read(Step(SO, 0.0, False, {}))
+    assert agent.chat == agent.rollout.messages == [HI, {"role": "assistant", "content": said}]
+    agent.read(Step(SO, 0.0, False))
     text = tokenizer.decode(agent.prompt_ids)
     assert text.startswith(known.opening + said) and text.endswith(known.after)
 
@@ -189,7 +183,7 @@ def chat_of(*contents):
 @pytest.fixture(params=[(name, pieces) for name in KNOWN for pieces in (False, True)], ids=str)
 def with_marks(request):
     name, pieces = request.param
-    return tokenizer_of(name, [*THINK, *MARKS], pieces=pieces)
+    return tokenizer_of(name, [*THINK, *MARKS], pieces)
 
 
 def texts_of(parts):
@@ -261,15 +255,14 @@ def test_a_template_that_refuses_a_chat_or_fails_is_one_line():
     ],
 )
 def test_a_template_that_cannot_be_trained_with_is_refused(template, message):
-    tokenizer = tokenizer_of("qwen 3", date="")
+    tokenizer = tokenizer_of("qwen3")
     tokenizer.chat_template = template
     with pytest.raises(UsageError, match=message):
-        end_of_turn_id(tokenizer)
         check_template(tokenizer)
 
 
 def test_a_template_for_tools_keeps_its_place_with_a_date_and_options():
-    tokenizer = tokenizer_of("qwen 3", date="")
+    tokenizer = tokenizer_of("qwen3")
     own = "{{ strftime_now('%Y') }}{{ level }}" + template_of("qwen2_5")
     tokenizer.chat_template = {"default": CHATML + HEADER, "tool_use": own}
     set_template_options(tokenizer, {"level": "low", TODAY: "2025-03-09"})

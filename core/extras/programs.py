@@ -20,7 +20,6 @@ from typing import Any
 from core.chat_template import (
     clean_message,
     next_prompt_ids,
-    opening_of_calls,
     read_calls,
     with_system,
     without_tools,
@@ -34,7 +33,7 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
-from environments.plumbing.tools import END_OF_THOUGHT, name_of, spoken
+from environments.plumbing.tools import END_OF_THOUGHT, OPENING, name_of, spoken
 
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
@@ -185,7 +184,7 @@ class Conversations:
         content = spoken(text)
         thought = text[: len(text) - len(content)] if END_OF_THOUGHT in text else ""
         if calls:  # the text before them
-            content = content.partition(opening_of_calls(tokenizer))[0].strip()
+            content = content.partition(OPENING)[0].strip()
         reason = "tool_calls" if calls else completion.finish_reason
         texts = [""] * len(completion.token_ids)
         if ask.body.get("logprobs"):
