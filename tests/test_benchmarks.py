@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_a_step_of_picorl_and_of_trl_samples_and_trains_the_same_tokens():
     """The script stops if a side samples others."""
     flags = "--num-prompts 2 --prompt-tokens 50 --max-tokens 8 --steps 2 --rounds 1 --no-write"

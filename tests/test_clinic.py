@@ -29,7 +29,7 @@ def warnings(command, *flags):
 
 
 @pytest.mark.parametrize(
-    "names", [*TOGETHER, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMED)]
+    "names", [*TOGETHER, *(pytest.param(name, marks=pytest.mark.seeds) for name in NAMED)]
 )
 def test_faults_are_named_in_three_updates(names, command, monkeypatch):
     chosen = [FAULTS[name] for name in names.split()]
@@ -48,11 +48,11 @@ def test_without_a_fault_no_task_is_repeated_or_evaluated(command):
     assert {v for r in records for k, v in r.items() if k.endswith("/seen")} == {0.0}
 
 
-MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.seeds) for seed in range(2, 10)]
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.seeds) for seed in range(1, 10)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, *MORE_SEEDS])
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
 @pytest.mark.parametrize(
     "flags", ["", "--lora-rank 8", "--dtype bfloat16", "--algo ppo", "--num-minibatches 4"]
 )

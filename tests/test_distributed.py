@@ -18,7 +18,7 @@ from core.scoring import score_tokens
 from core.terminal import cli
 
 ROOT = Path(__file__).parent.parent
-SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4
+SMALL = """--sft-steps 4 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4
     --eval-num-tasks 8 --eval-every 2 --save-every 1 --max-tokens 24 --device cpu --dtype float64
    """.split()  # in float32 Adam makes steps of rounding errors, which change a draw now and then
 
@@ -50,12 +50,12 @@ def assert_alike(ours, theirs):
 
 
 CASES = {
-    "grpo": "--algo grpo --num-updates 4",
+    "grpo": "--algo grpo",
     "several turns, filtered": "--env reverse:turns=2 --filter-groups 1 --max-turns 2",
     "ppo in minibatches": "--algo ppo --num-epochs 2 --num-minibatches 2",
     "kl, lora": "--algo reinforce --kl-coef 0.1 --lora-rank 4",
     "older copies": "--env tic_tac_toe:opponent=older:1 --sft-steps 2 --max-turns 2",
-    "older weights sample": "--staleness 1 --num-updates 4",
+    "older weights sample": "--staleness 1",
     "a program": f"--env {PROGRAM} --sft-steps 0 --max-turns 2 --lr 1e-3",
 }
 
@@ -75,7 +75,7 @@ def test_several_ranks_train_as_one(command, tmp_path, case, ranks):
     assert out.count("picoRL · ") == 1  # rank 0 alone speaks
     one, two = (tmp_path / "runs" / name for name in ("one", "two"))
     for run in (one, two):
-        assert command("--resume", run, "--num-updates", "5")[0] == 0
+        assert command("--resume", run, "--num-updates", "4")[0] == 0
     # `command` draws no curves
     assert {p.name for p in two.iterdir()} == {"curves.png", *(p.name for p in one.iterdir())}
     assert_alike(metrics_of(one), metrics_of(two))

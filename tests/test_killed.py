@@ -13,15 +13,16 @@ from safetensors import SafetensorError
 import train
 from core.files import checkpoint
 
-FLAGS = """--sft-steps 2 --sft-batch-size 2 --num-updates 4 --num-prompts 2 --group-size 2
+FLAGS = """--sft-steps 2 --sft-batch-size 2 --num-updates 3 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10 --max-model-len 256
     --device cpu""".split()
-SETTINGS = (
-    "--algo grpo --kl-coef 0.1 --filter-groups 1 --staleness 1",
-    "--algo reinforce --lora-rank 2 --kl-coef 0.1",
+# The settings of a run, and the renames in it at which it is killed
+KILLS = {
+    "--algo reinforce --lora-rank 2 --kl-coef 0.1": (1, 7),
+    "--algo grpo --kl-coef 0.1 --filter-groups 1 --staleness 1": (2, 5, 8, 11),
     "--algo ppo --num-epochs 2 --num-minibatches 2 --curriculum 0.4 --max-turns 2 "
-    "--env letter_counting tic_tac_toe:opponent=older:1",
-)
+    "--env letter_counting tic_tac_toe:opponent=older:1": (3, 4, 6, 9, 10, 12),
+}
 
 
 def killed_at(number, *flags):
@@ -59,15 +60,17 @@ def assert_alike(run, whole):
     assert not list(run.parent.rglob(".part-*"))
 
 
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ((3, 6, 9), (1, 7, 10), (2, 5, 11))]
+FIRST, *OTHERS = KILLS
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows does not copy a process")
-@pytest.mark.parametrize("numbers", [(12,), (4,), (8,), *SLOW], ids=str)
-def test_a_run_that_is_killed_at_a_rename_resumes_to_the_same(command, numbers):
-    flags = [*FLAGS, *SETTINGS[numbers[0] % 3].split()]
+@pytest.mark.parametrize(
+    "settings", [FIRST, *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)]
+)
+def test_a_run_that_is_killed_at_a_rename_resumes_to_the_same(command, settings):
+    flags = [*FLAGS, *settings.split()]
     assert command("--run-name", "whole", *flags)[0] == 0
-    for number in numbers:
+    for number in KILLS[settings]:
         assert killed_at(number, *flags) == signal.SIGKILL
         code, _, err = command("--resume", "runs/a")
         assert code == 0, err

@@ -35,14 +35,11 @@ def test_sweep_runs_all_combinations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["here", "local"])
-def test_a_sweep_trains_and_evaluates_each_run(where):
-    runs = on_flyte.plan([["group-size", "1", "2"]], TINY).values()
-    if where == "here":
-        found = [on_flyte.train_once(run) for run in runs]
-    else:
-        pytest.importorskip("flyte", reason="needs picorl[flyte]")
-        found = on_flyte.run_on_flyte([*runs], where)
+def test_a_sweep_trains_and_evaluates_each_run():
+    pytest.importorskip("flyte", reason="needs picorl[flyte]")
+    found = on_flyte.run_on_flyte(
+        [*on_flyte.plan([["group-size", "1", "2"]], TINY).values()], "local"
+    )
     assert found[0][0].startswith("failed: train.py: --group-size 1")
     result, run = found[1]
     records = read_records(Path(run) / "metrics.jsonl")
