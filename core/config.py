@@ -38,7 +38,7 @@ Steps = Annotated[int, Range(0, 10**9)]
 class MainOptions:
     """The ten settings that matter, with an example each."""
 
-    # Training environments, such as snake reverse:length=4 my.py:Maze (FILE.py:Class of your own);
+    # Training environments, such as reverse:length=4 my.py:Maze (FILE.py:Class of your own);
     # several get equal shares of the tasks.
     env: tuple[str, ...] = ("letter_counting",)
     # Hub id, such as Qwen/Qwen3-4B-Instruct-2507, or folder; tiny: a Qwen3 with 0.88M weights that
@@ -59,7 +59,7 @@ class MainOptions:
     max_tokens: Annotated[int | None, Range(1, 10**6)] = None
     # Learning rate, such as 1e-5; None: 5e-5 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
     lr: Annotated[float | None, Range(1e-12, 100)] = None
-    # Resume this run folder, such as runs/grpo-snake-1, from its last checkpoint.
+    # Resume this run folder, such as runs/grpo-reverse-1, from its last checkpoint.
     resume: str = ""
 
 
@@ -229,7 +229,7 @@ TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 # The environments whose demonstrations tiny was pretrained on (runs/pretrain_tiny)
 KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blackjack-v1
     gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false wikipedia_maze:n_hops=2,brief=true
-    iterated_game reward_hacking snake connect4""".split()
+    iterated_game reward_hacking""".split()
 SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file

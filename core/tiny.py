@@ -5,7 +5,7 @@ tiny-random   the same model with random weights: a warm start (--sft-steps 800)
               with the usual initializer_range of 0.02, not 0.06, it takes twice as long
 
 The tokenizer has one token per byte, so that the model can spell, and common words of the
-environments' texts (runs/pretrain_tiny/tokenizer.py).
+environments' texts (runs/pretrain_tiny).
 """
 
 import os
@@ -30,19 +30,12 @@ def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None
             if file.name != "README.md":
                 shutil.copyfile(file, Path(folder, file.name))
         return
-    tokenizer = tiny_tokenizer()
-    # of a new tokenizer in the place of the pretrained one, too (runs/pretrain_tiny)
-    config = AutoConfig.from_pretrained(
-        PRETRAINED,
-        vocab_size=-(-len(tokenizer) // 64) * 64,  # rounded up to a multiple of 64
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = AutoConfig.from_pretrained(PRETRAINED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
 
 
 def tiny_tokenizer() -> Any:

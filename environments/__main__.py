@@ -2,7 +2,7 @@
 
 python -m environments                       # every environment with its options
 python -m environments play tic_tac_toe      # type the responses yourself; each reward is printed
-python -m environments show snake --seed 3   # watch the demonstrator, or else a random player
+python -m environments show reverse --seed 3 # watch the demonstrator, or else a random player
 python -m environments check my.py:Maze      # find mistakes; exit code 1 if there are any
 """
 

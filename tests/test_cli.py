@@ -26,12 +26,12 @@ def written(folder, text):
 
 def test_flags_override_a_file_which_may_use_what_yaml_has(tmp_path):
     text = "num_updates: 7\ngrpo: {clip_high: 4e-1}\nlr: 1e-5\nsft_lr:\nsystem_prompt:\n"
-    text += "run_name: --lr\ntrack: none\noverlap: yes\nenv: snake\nstop: ['---', 'b']\n"
+    text += "run_name: --lr\ntrack: none\noverlap: yes\nenv: reverse\nstop: ['---', 'b']\n"
     file = written(tmp_path, text)
     cfg = settings.parse(["--config", str(file), "--num-updates", "9"])
     assert (cfg.num_updates, cfg.options.clip_high, cfg.lr, cfg.sft_lr) == (9, 0.4, 1e-5, None)
     assert (cfg.system_prompt, cfg.run_name, cfg.track, cfg.overlap) == ("", "--lr", "none", True)
-    assert (cfg.env, cfg.stop) == (("snake",), ("---", "b"))
+    assert (cfg.env, cfg.stop) == (("reverse",), ("---", "b"))
     assert settings.parse([f"--config={file}"]).num_updates == 7
 
 
@@ -97,7 +97,7 @@ def test_a_run_is_named_by_its_folder_or_its_name(resume, monkeypatch):
     assert Path(resume("--resume=~/runs/a").resume) == home / "runs/a"
     cfg = resolve(resume("--config=~/runs/a --teacher=~/t", model_id="~/m"))
     assert (Path(cfg.model_id), Path(cfg.teacher)) == (home / "m", home / "t")
-    Path("a").write_text("lr: 0.5\nenv: snake\n")  # a file of that name comes first
+    Path("a").write_text("lr: 0.5\nenv: reverse\n")  # a file of that name comes first
     assert resume("--config a", **given).lr == 0.5
 
 
@@ -165,8 +165,8 @@ def test_settings_of_python_are_those_that_flags_would_give(resume):
     cfg = settings.complete(Config(resume="a", lr=0.1, options=grpo.Options("dr_grpo")))
     assert cfg == settings.parse("--resume a --lr 0.1 --grpo.loss-type dr_grpo".split())
     assert (cfg.num_updates, cfg.lr, cfg.options.clip_high) == (7, 0.1, 0.5)
-    cfg = settings.complete(Config(env=["snake", "reverse"], lr=1, eval_env="snake"))
-    assert (cfg.env, cfg.lr, cfg.eval_env) == (("snake", "reverse"), 1, ("snake",))
+    cfg = settings.complete(Config(env=["tic_tac_toe", "reverse"], lr=1, eval_env="reverse"))
+    assert (cfg.env, cfg.lr, cfg.eval_env) == (("tic_tac_toe", "reverse"), 1, ("reverse",))
 
 
 def test_settings_that_no_longer_exist_are_left_out_with_a_line(resume, capsys):

@@ -73,7 +73,7 @@ def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
         kind = type("Kind", (OneTurn,), {"result": staticmethod(fault)})
         monkeypatch.setitem(registry.ENVIRONMENTS, name, kind)
     collector = RolloutCollector(policy, 3, env_timeout=1.0)
-    tasks = [Task(name, 0, i) for i, name in enumerate(["letter_counting", *names, "snake"])]
+    tasks = [Task(name, 0, i) for i, name in enumerate(["letter_counting", *names, "reverse"])]
     first, *faulty, last = collector.collect(tasks, Scripted(policy), PARAMS)
     assert not first.error and not last.error
     for (_, said), rollout in zip(FAULTS, faulty, strict=True):

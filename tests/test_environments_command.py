@@ -7,7 +7,7 @@ import pytest
 import environments.__main__ as command
 from environments.plumbing.registry import list_envs
 
-SPECS = ["snake", "tic_tac_toe:opponent=self"]
+SPECS = ["reverse", "tic_tac_toe:opponent=self"]
 
 
 @pytest.fixture

@@ -56,9 +56,9 @@ def test_the_seed_decides_the_seat_and_an_opponent_draws_at_temperature_1(policy
 
 
 def test_the_opponents_of_an_environment_keep_their_meaning():
-    spec = EnvSpec.read("connect4:opponent=older:5,depth=2")
+    spec = EnvSpec.read("iterated_game:opponent=older:5,rounds=2")
     assert spec.opponent == "older:5"
-    assert spec.values == EnvSpec.read("connect4:opponent=self,depth=2").values
+    assert spec.values == EnvSpec.read("iterated_game:opponent=self,rounds=2").values
     assert not EnvSpec.read("iterated_game:opponent=tit_for_tat").opponent
 
 

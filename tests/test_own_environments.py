@@ -144,7 +144,7 @@ def test_files_are_modules_of_their_own(place):
 @pytest.mark.parametrize(("spec", "words"), [
     ("none.py:Maze", "no file none.py"), ("games.py", "FILE.py:Class"),
     ("games.py:Maze:bad", "key=value"), ("games.py:Labyrinth", "no Labyrinth"),
-    ("pathlib:PurePath", "no Env"), ("Snake", "did you mean snake?"),
+    ("pathlib:PurePath", "no Env"), ("Reverse", "did you mean reverse?"),
     ("games.py:Maze:size=9", "KeyError: 9 (games.py, line 7)"),
     ("broken.py:Maze", "broken.py, line 2"),
     ("my_envs/inside.py:Maze", "name my_envs.inside:NAME"),

@@ -61,12 +61,12 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("chat --before", "name a run"),
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
     ("--algo gpro", "choose cispo, "),
-    ("--env snake --env reverse", "give --env once"),
+    ("--env tic_tac_toe --env reverse", "give --env once"),
     ("--learning-rate 1e-5", "write --lr"),
     ("--weight-decay 0.1", "is no flag; there is no weight decay"),
     ("--env leter_counting", "letter_counting"),
     ("--env tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
-    ("--env snake:opponent=older:1", "needs an environment that names its `agents`"),
+    ("--env reverse:opponent=older:1", "needs an environment that names its `agents`"),
     ("--env math_qa:data=shape.jsonl", "row 1"),
     ("--run-name there", "runs/there"),
     ("--run-name ..", "--run-name"),
@@ -83,7 +83,7 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("--config code.yaml", "code.yaml"),
 ]
 FILES = {
-    "shape.jsonl": '{"q": "1 + 1", "a": 2}\n' * 20, "tabs.yaml": "env:\n\t- snake",
+    "shape.jsonl": '{"q": "1 + 1", "a": 2}\n' * 20, "tabs.yaml": "env:\n\t- reverse",
     "words.yaml": "just words", "name.yaml": "learning_rate: 1",
     "trust.yaml": "trust_remote_code: true",
     "code.yaml": "algo: !!python/object/apply:os.system ['touch marker']",

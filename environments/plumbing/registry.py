@@ -2,7 +2,7 @@
 
 NAME is one of
 
-    snake                     a built-in environment, or one that `register` added
+    reverse                   a built-in environment, or one that `register` added
     my_envs.games:Maze        a class, or a function that returns an environment, of a module
     my_envs/games.py:Maze     the same of a file
 
@@ -46,7 +46,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "agent": "environments.adapters.agent:Program",
     "calculator": "environments.calculator:Calculator",
     "compose": "environments.compose:Compose",
-    "connect4": "environments.connect4:connect4",
     "gymnasium": "environments.adapters.gymnasium:Gymnasium",
     "iterated_game": "environments.iterated_game:iterated_game",
     "letter_counting": "environments.letter_counting:LetterCounting",
@@ -57,7 +56,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "reverse_echo": "environments.reverse:ReverseEcho",
     "reward_hacking": "environments.reward_hacking:RewardHacking",
     "rewarded": "environments.rewarded:Rewarded",
-    "snake": "environments.snake:Snake",
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
