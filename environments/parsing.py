@@ -109,11 +109,6 @@ class Retries:
         return Step(user(hint), -PENALTY, False, {"correct": False, "invalid": True, **info})
 
 
-def result(reward: float) -> str:
-    """How a game for two ended, from a player's reward: "You won.", "A draw." or "You lost."."""
-    return "You won." if reward > 0 else "You lost." if reward < 0 else "A draw."
-
-
 def prefill_of(messages: list[Message]) -> str:
     """The beginning of the answer, where opening messages end with one of the assistant."""
     return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else ""

@@ -28,25 +28,106 @@ rewards above and has its own retries; if one loses by invalid actions, the othe
 'O takes 1. Board: O . . / . X . / . . .'
 """
 
+import random
 from functools import cache
 from typing import Literal
 
-from environments.base import Env, MultiAgentEnv
-from environments.plumbing.board_games import OTHER, AgainstOpponent, BoardGame, SelfPlay
+from environments.base import Env, Message, MultiAgentEnv, Step
+from environments.parsing import Retries, integer, read_action, user
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 EMPTY = "." * 9
+OTHER = {"X": "O", "O": "X"}
+PLAIN = r"(?:^|move is|move:|cell|take|play) *([1-9])\W*$"  # a move without tags
+RESULTS = {1.0: "You won.", 0.0: "A draw.", -1.0: "You lost."}
 
 
 def tic_tac_toe(opponent: Literal["random", "perfect", "self"] = "random") -> Env | MultiAgentEnv:
-    """`opponent`: random, perfect or self. A draw with the perfect one is correct."""
-    perfect = opponent == "perfect"
-    return SelfPlay(GAME) if opponent == "self" else AgainstOpponent(GAME, perfect, perfect)
+    """`opponent`: random, perfect or self."""
+    return SelfPlay() if opponent == "self" else AgainstOpponent(opponent == "perfect")
+
+
+class AgainstOpponent(Env):
+    """The policy plays X; O moves at random, or is `perfect`."""
+
+    def __init__(self, perfect: bool):
+        self.perfect = perfect
+
+    def reset(self, seed: int) -> list[Message]:
+        self.rng, self.retries, self.board = random.Random(seed), Retries(), EMPTY
+        if self.rng.random() < 0.5:
+            self._reply()
+        self.guess = self.rng.choice(free(self.board))
+        return [_opening(self.board, "X")]
+
+    def step(self, response: str) -> Step:
+        cell = read_cell(response, self.board)
+        if cell is None:
+            return self.retries.refuse(_hint(self.board))
+        self.board = place(self.board, cell, "X")
+        if not is_over(self.board):
+            reply = self._reply()
+        if is_over(self.board):
+            return _end(self.board, "X", lowest_correct=0.0 if self.perfect else 1.0)
+        self.guess = self.rng.choice(free(self.board))
+        return Step(_moved(self.board, "O", reply), 0.0, False, {"correct": False})
+
+    def demonstrate(self, hasty: bool = False) -> str:
+        """Names the winning moves of both sides, then a best one; `hasty`: a random move."""
+        return f"<move>{self.guess}</move>" if hasty else worked(self.board, "X")
+
+    def trivial(self) -> str:
+        """The first free cell."""
+        return f"<move>{free(self.board)[0]}</move>"
+
+    def _reply(self) -> int:
+        """Makes a move of O and returns it."""
+        cells = best_moves(self.board, "O") if self.perfect else free(self.board)
+        cell = self.rng.choice(cells)
+        self.board = place(self.board, cell, "O")
+        return cell
+
+
+class SelfPlay(MultiAgentEnv):
+    """Two agents. The game has no random element: every seed is the same game."""
+
+    agents = ("X", "O")
+
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        self.seed, self.board, self.turn = seed, EMPTY, "X"
+        self.retries = {"X": Retries(), "O": Retries()}
+        return {"X": [_opening(self.board, "X")]}
+
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
+        mover, other, info = self.turn, OTHER[self.turn], {"correct": False}
+        cell = read_cell(responses[mover], self.board)
+        if cell is None:
+            refused = {mover: self.retries[mover].refuse(_hint(self.board))}
+            return refused | ({other: Step(None, 0.0, True, info)} if refused[mover].done else {})
+        is_first = self.board == EMPTY
+        self.board, self.turn = place(self.board, cell, mover), other
+        if is_over(self.board):
+            return {side: _end(self.board, side) for side in (mover, other)}
+        ask = _opening(self.board, "O") if is_first else _moved(self.board, mover, cell)
+        return {mover: Step(None, 0.0, False, info), other: Step(ask, 0.0, False, info)}
+
+    def demonstrate(self, agent: str, hasty: bool = False) -> str:
+        """As `AgainstOpponent.demonstrate`, from the side of `agent`."""
+        if hasty:
+            rng = random.Random(f"hasty {self.seed} {self.board}")
+            return f"<move>{rng.choice(free(self.board))}</move>"
+        return worked(self.board, agent)
 
 
 def free(board: str) -> list[int]:
     """Returns the empty cells, 1 to 9."""
     return [i + 1 for i, mark in enumerate(board) if mark == "."]
+
+
+def read_cell(response: str, board: str) -> int | None:
+    """Returns the cell that a response names; None if there is none, or if it is occupied."""
+    cell = read_action(response, "move", integer(1, 9), PLAIN)
+    return cell if cell in free(board) else None
 
 
 def place(board: str, cell: int, side: str) -> str:
@@ -59,14 +140,24 @@ def has_line(board: str, side: str) -> bool:
     return any(all(board[i] == side for i in line) for line in LINES)
 
 
+def outcome(board: str, side: str) -> float:
+    """Returns 1 if `side` has a line, -1 if the other side has one, else 0."""
+    return float(has_line(board, side) - has_line(board, OTHER[side]))
+
+
+def is_over(board: str) -> bool:
+    """Whether a side has a line or the board is full."""
+    return bool(outcome(board, "X")) or not free(board)
+
+
 @cache
 def value(board: str, side: str) -> float:
     """Returns the minimax value for `side`, which moves next.
 
     Positive: `side` wins; 0: draw; negative: `side` loses. Each move discounts by 0.9.
     """
-    if GAME.is_over(board):
-        return GAME.outcome(board, side)
+    if is_over(board):
+        return outcome(board, side)
     return max(-0.9 * value(place(board, c, side), OTHER[side]) for c in free(board))
 
 
@@ -80,32 +171,53 @@ def best_moves(board: str, side: str) -> list[int]:
     return [cell for cell in after if after[cell] == max(after.values())]
 
 
-def best_move(board: str, side: str) -> int:
-    """Returns among equally good moves the one that is best against a random opponent.
+def worked(board: str, side: str) -> str:
+    """Returns a worked response: the moves that win for `side`, those for the other, and, among
+    equally good moves, the one that is best against a random opponent.
 
-    >>> GAME.worked("XX.OO....", "O")
+    >>> worked("XX.OO....", "O")
     'O wins: 6. X wins: 3. <move>6</move>'
     """
-    return max(best_moves(board, side), key=lambda cell: _value_vs_random(board, cell, side))
+    winning = []
+    for player in (side, OTHER[side]):
+        cells = [c for c in free(board) if has_line(place(board, c, player), player)]
+        winning.append(f"{player} wins: {_names(cells)}.")
+    best = max(best_moves(board, side), key=lambda cell: _value_vs_random(board, cell, side))
+    return f"{' '.join(winning)} <move>{best}</move>"
 
 
 def _value_vs_random(board: str, cell: int, side: str) -> float:
     """Returns the mean value for `side` after it takes `cell` and the other makes a random move."""
     board = place(board, cell, side)
-    if GAME.is_over(board):
-        return GAME.outcome(board, side)
+    if is_over(board):
+        return outcome(board, side)
     replies = [value(place(board, reply, OTHER[side]), side) for reply in free(board)]
     return sum(replies) / len(replies)
 
 
+def _opening(board: str, side: str) -> Message:
+    rules = f"Tic-tac-toe: you are {side}. Cells are 1 to 9, row by row."
+    return user(f"{rules} Work it out, then end with <move>cell</move>. {_show(board)}")
+
+
+def _moved(board: str, mover: str, cell: int) -> Message:
+    return user(f"{mover} takes {cell}. {_show(board)}")
+
+
+def _hint(board: str) -> str:
+    return f"End with <move>cell</move>; free: {_names(free(board))}"
+
+
+def _end(board: str, side: str, lowest_correct: float = 1.0) -> Step:
+    """The last step of `side`; `lowest_correct`: the reward from which on the game is correct."""
+    reward = outcome(board, side)
+    message = user(f"{RESULTS[reward]} {_show(board)}")
+    return Step(message, reward, True, {"correct": reward >= lowest_correct})
+
+
 def _show(board: str) -> str:
-    return f" Board: {' / '.join(' '.join(board[i : i + 3]) for i in (0, 3, 6))}"
+    return f"Board: {' / '.join(' '.join(board[i : i + 3]) for i in (0, 3, 6))}"
 
 
-GAME = BoardGame(
-    rules="Tic-tac-toe: you are {side}. Cells are 1 to 9, row by row.",
-    move="cell", takes="takes", free="free",
-    plain=r"(?:^|move is|move:|cell|take|play) *([1-9])\W*$",
-    start=EMPTY, legal=free, place=place, has_line=has_line,
-    best_moves=best_moves, best_move=best_move, show=_show,
-)  # fmt: skip
+def _names(cells: list[int]) -> str:
+    return " ".join(map(str, cells)) or "none"

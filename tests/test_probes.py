@@ -153,8 +153,9 @@ def test_small_faults_of_the_loop_break_the_exact_facts(command, monkeypatch):
             *args, **kw | {"temperature": 1.0})),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    flags = "--env tic_tac_toe --max-turns 2 --max-tokens 6 --num-updates 2 --num-prompts 2 --group-size 4"
-    assert command(*flags.split(), "--eval-num-tasks", 8, "--run-name", "a")[0] == 0
+    flags = "--env tic_tac_toe --max-turns 2 --max-tokens 6 --num-updates 2 --run-name a"
+    flags += " --num-prompts 2 --group-size 4 --eval-num-tasks 8"
+    assert command(*flags.split())[0] == 0
     found = {name for r in metrics_of("runs/a") for name in r.get("warnings", {})}
     assert found >= {
         "reward_misplaced", "history_lost", "learning_rate", "rollouts_left_out",
