@@ -2,12 +2,11 @@
 
 python -m environments                       # every environment with its options
 python -m environments play tic_tac_toe      # type the responses yourself; each reward is printed
-python -m environments show reverse --seed 3 # watch the demonstrator, or else a random player
+python -m environments show reverse --seed 3 # watch its demonstrations, or else guesses
 python -m environments check my.py:Maze      # find mistakes; exit code 1 if there are any
 """
 
 import inspect
-import random
 import re
 import sys
 from contextlib import suppress
@@ -70,16 +69,16 @@ def overview() -> Table:
     return table
 
 
-def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float:
-    """Plays and prints one episode; returns the sum of the rewards of all agents.
+def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> None:
+    """Plays and prints one episode.
 
-    `interactive`: read the responses of every agent from the terminal. Otherwise the demonstrator
-    responds, or else the random player. Raises UsageError if the environment has neither.
+    `interactive`: read the responses of every agent from the terminal. Otherwise the environment
+    demonstrates, or else guesses. Raises UsageError if it does neither.
     """
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401  (`input` uses it from then on)
-    game, rng, returned = with_tools(env), random.Random(seed), 0.0
+    game, returned = with_tools(env), 0.0
     openings = game.reset(seed)
     for line in lines_about(game):
         _say("tools: ", line)
@@ -87,7 +86,7 @@ def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> floa
         _show(agent, messages)
     asked = {agent: prefill_of(messages) for agent, messages in openings.items() if messages}
     for _ in range(MAX_TURNS):
-        steps = game.step({agent: begun + _respond(game, agent, rng, interactive)
+        steps = game.step({agent: begun + _respond(game, agent, interactive)
                            for agent, begun in asked.items()})  # fmt: skip
         for agent, step in steps.items():
             returned += float(step.reward)
@@ -102,7 +101,6 @@ def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> floa
         if not asked:
             break
     CONSOLE.print(f"[bold]sum of rewards: {returned:g}[/]")
-    return returned
 
 
 def execute(args: list[str]) -> int:
@@ -122,17 +120,15 @@ def execute(args: list[str]) -> int:
         return 1
 
 
-def _respond(game: MultiAgentEnv, agent: str, rng: random.Random, interactive: bool) -> str:
+def _respond(game: MultiAgentEnv, agent: str, interactive: bool) -> str:
     """The response of an agent: typed, or else printed."""
     if interactive:
         return input(printable(f"{_name(agent)}you: "))
-    if (text := game.demonstrate(agent)) is not None:
-        _say(f"{_name(agent)}demonstrator: ", text, "bold green")
-    elif (text := game.guess(agent, rng)) is not None:
-        _say(f"{_name(agent)}random player: ", text, "bold green")
-    else:
-        raise UsageError("this environment has no demonstrator and no random player: use play")
-    return text
+    for hasty, player in ((False, "demonstrator"), (True, "guess")):
+        if (text := game.demonstrate(agent, hasty)) is not None:
+            _say(f"{_name(agent)}{player}: ", text, "bold green")
+            return text
+    raise UsageError("this environment has no demonstrations: use play")
 
 
 def _show(agent: str, messages: list[Message]) -> None:

@@ -13,7 +13,6 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 import inspect
 import json
 import math
-import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -306,10 +305,6 @@ class MultiAgentEnv(Instance, ABC):
         A Step with a `message` asks its agent to act next; a Step with `done` ends its episode.
         """
 
-    def guess(self, agent: str, rng: random.Random) -> str | None:
-        """Returns a random valid response for an agent that is asked to act; None if unknown."""
-        return None
-
     def demonstrate(self, agent: str, hasty: bool = False) -> str | None:
         """Returns a correct response for an agent that is asked to act, as `Env.demonstrate`.
 
@@ -335,9 +330,6 @@ class SingleAgentEnv(MultiAgentEnv):
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         return {PLAYER: self.env.step(responses[PLAYER])}
-
-    def guess(self, agent: str, rng: random.Random) -> str | None:
-        return self.env.demonstrate(hasty=True)
 
     def demonstrate(self, agent: str, hasty: bool = False) -> str | None:
         return self.env.demonstrate(hasty)

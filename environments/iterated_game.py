@@ -147,9 +147,6 @@ class SelfPlay(MultiAgentEnv):
             "column": _round_result(self.rounds, column, row[-1], self.correct),
         }
 
-    def guess(self, agent: str, rng: random.Random) -> str:
-        return _guess(rng)
-
     def demonstrate(self, agent: str, hasty: bool = False) -> str:
         """Adds up the points of both and takes part in the highest sum; `hasty`: at random."""
         if hasty:

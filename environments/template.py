@@ -107,12 +107,9 @@ class Nim(MultiAgentEnv):
         return {agent: Step(None, won, True, {"correct": won > 0}),
                 other: Step(None, -won, True, {"correct": won < 0})}  # fmt: skip
 
-    def guess(self, agent: str, rng: random.Random) -> str:
-        return f"<move>{rng.randint(1, min(9, self.stones))}</move>"
-
     def demonstrate(self, agent: str, hasty: bool = False) -> str:
         if hasty:
-            return self.guess(agent, self.rng)
+            return f"<move>{self.rng.randint(1, min(9, self.stones))}</move>"
         rest = self.stones % 10  # who leaves a multiple of 10 wins
         return f"{self.stones} = {self.stones - rest} + {rest} <move>{rest or 1}</move>"
 

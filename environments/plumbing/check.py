@@ -12,17 +12,15 @@
 A No is a problem, or a warning where an environment may have a reason.
 
 >>> report = check_env("letter_counting", num_seeds=3, other_process=False)
->>> report.problems, report.rewards, report.demonstrations[0]
-([], (0.0, 1.0), (1.0, True))
+>>> report.problems, sorted(report.rewards), report.demonstrations[0]
+([], [0.0, 0.1, 1.0], (1.0, True))
 """
 
 import hashlib
-import math
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from environments.base import (
@@ -37,7 +35,7 @@ from environments.base import (
     checked_steps,
 )
 from environments.parsing import prefill_of
-from environments.plumbing.registry import EnvSpec, describe_error, make
+from environments.plumbing.registry import describe_error, make
 from environments.plumbing.tools import with_tools
 
 MAX_TURNS = 500  # of an episode
@@ -54,8 +52,6 @@ ODD_TEXTS = [
     "<answer>" + "9" * 5000 + "</answer>", '{"answer":' * 10_000, "[" * 100_000, "5 " * 50_000,
 ]  # fmt: skip
 
-Turns = list[tuple[dict[str, str], dict[str, Step]]]  # the responses and steps of each turn
-
 
 class Problem(Exception):
     """The environment broke a rule of its interface."""
@@ -68,7 +64,7 @@ class Report:
     spec: str
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    rewards: tuple[float, float] = (math.inf, -math.inf)  # lowest and highest of a step
+    rewards: set[float] = field(default_factory=set)  # of all steps
     # return and info["correct"] of each demonstrated episode; empty: no demonstrations
     demonstrations: list[tuple[float, bool]] = field(default_factory=list)
     openings: int = 0  # distinct first prompts of training and demonstrations
@@ -78,7 +74,7 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
-        low, high = self.rewards
+        low, high = min(self.rewards, default=0), max(self.rewards, default=0)
         yield f"{self.spec}: rewards {low:g} to {high:g}, episodes of up to {self.longest} turns"
         yield f"openings: {self.openings} for training, {self.held_out} held out"
         if self.demonstrations:
@@ -97,59 +93,53 @@ def check_env(spec: str, num_seeds: int = 20, other_process: bool = True) -> Rep
     Raises UsageError if the environment cannot be built.
     """
     report, env = Report(spec), with_tools(make(spec))
-    checks: dict[str, Callable[[], None]] = {
+    questions: dict[str, Callable[[], None]] = {
         "seeds": lambda: _check_seeds(spec, other_process),
         "demonstrations": lambda: _check_demonstrations(report, env, num_seeds),
         "odd texts": lambda: _check_odd_texts(report, env),
         "openings": lambda: _check_openings(report, env),
     }
-    for name, check in checks.items():
+    for name, check in questions.items():
         try:
             check()
         except (Exception, SystemExit) as error:
-            text = str(error) if isinstance(error, Problem) else describe_error(error)
-            report.problems.append(f"{name}: {text}")
+            report.problems.append(f"{name}: {_words_of(error)}")
     env.close()
     return report
 
 
-def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
-    """Returns a checksum of whole episodes, in one environment or in a new one for each seed.
+def digests(spec: str, seeds: Iterable[int]) -> list[str]:
+    """Returns a checksum of the episode of each seed, all played in one environment.
 
     Each third response is a guess, the second one is unreadable, the others are demonstrations.
     """
-    env, checksum = with_tools(make(spec)), hashlib.sha256()
+    env, checksums = with_tools(make(spec)), []
 
-    def respond(agent: str, turn: int) -> str:
-        if turn == 1:
-            return "no idea"
-        text = env.demonstrate(agent, hasty=turn % 3 == 2)
-        return text or env.guess(agent, random.Random(turn)) or "?"
+    def respond(agent: str, turn: int) -> str | None:
+        return "no idea" if turn == 1 else env.demonstrate(agent, hasty=turn % 3 == 2)
 
     for seed in seeds:
-        if not reuse:
-            env.close()
-            env = with_tools(make(spec))
-        played = _play(Report(spec), env, seed, respond, max_turns=6)
-        checksum.update(repr(played).encode(errors="replace"))
+        episode = repr(_play(Report(spec), env, seed, respond, max_turns=6))
+        checksums.append(hashlib.sha256(episode.encode(errors="replace")).hexdigest())
     env.close()
-    return checksum.hexdigest()
+    return checksums
 
 
 def _check_seeds(spec: str, other_process: bool) -> None:
     """Compares episodes with those of new environments, in a process with other hashes or here."""
     seeds = [3, 4, EVAL_SEEDS[0], 3]
-    first, error = digest(spec, seeds), ""
+    in_one, error = digests(spec, seeds), ""
     if other_process:
-        code = f"import sys; sys.path[:] = {sys.path}; from {__spec__.name} import digest; "
+        code = f"import sys; sys.path[:] = {sys.path}; from {__spec__.name} import digests; "
+        code += f"print(*[digests({spec!r}, [seed])[0] for seed in {seeds}])"
         done = subprocess.run(
-            [sys.executable, "-c", f"{code}print(digest({spec!r}, {seeds}, reuse=False))"],
-            capture_output=True, encoding="utf-8", env=os.environ | {"PYTHONHASHSEED": "12345"},
+            [sys.executable, "-c", code], capture_output=True, encoding="utf-8",
+            env=os.environ | {"PYTHONHASHSEED": "12345"},
         )  # fmt: skip
-        second, error = done.stdout.strip()[-len(first) :], done.stderr.strip().rpartition("\n")[2]
+        in_new, error = done.stdout.split()[-len(seeds) :], done.stderr.strip().split("\n")[-1]
     else:
-        second = digest(spec, seeds, reuse=False)
-    if first != second:
+        in_new = [digests(spec, [seed])[0] for seed in seeds]
+    if in_one != in_new:
         why = "earlier episodes, random, the time, hash() or the order of a set change it"
         raise Problem(f"the seed does not determine the episode: {why} {error}".strip())
 
@@ -158,60 +148,58 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
     """Plays as the warm start does: one agent demonstrates, the others do so hastily."""
     seeds = [(TRAIN_SEEDS, DEMO_SEEDS, EVAL_SEEDS)[i % 3][i // 3] for i in range(num_seeds)]
     correct = [_demonstrate(report, env, seed) for seed in seeds]
-    if unscored := correct.count(None):
+    if unscored := sum(None in values for values in correct):
         report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
                                'info["correct"]: they count as wrong')  # fmt: skip
-    if True in correct or unscored == num_seeds:
+    if any(map(any, correct)) or unscored == num_seeds:
         return
     count = len(report.demonstrations)
     played = f"{count} demonstrations" if count else f"{num_seeds} episodes of guesses"
     if count and isinstance(env, SingleAgentEnv):
         raise Problem(f"none of {played} succeeds")
-    report.warnings.append(f"none of {played} succeeds")  # or other agents are better
+    report.warnings.append(f"none of {played} succeeds")  # other agents may be better
 
 
-def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> bool | None:
-    """Plays an episode of demonstrations, or else of guesses. Returns whether it succeeded; None:
-    it does not say."""
+def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> list[bool | None]:
+    """Plays an episode of demonstrations, or else of guesses. Returns info["correct"] of the agent
+    that demonstrates, or else of all; None: an episode that ended does not say."""
     best = env.agents[seed % len(env.agents)] if env.agents else ""
-    demonstrated = False
+    shown: list[str] = []
 
-    def respond(agent: str, turn: int) -> str:
-        nonlocal demonstrated
-        text = env.demonstrate(agent, hasty=bool(best) and agent != best)
-        demonstrated |= agent == best and text is not None
-        return env.guess(agent, random.Random(turn)) or "?" if text is None else text
+    def respond(agent: str, turn: int) -> str | None:
+        text = env.demonstrate(agent, hasty=agent != best)
+        if agent == best and text is not None:
+            shown.append(text)
+        return text
 
-    turns = [steps for _, steps in _play(report, env, seed, respond, MAX_TURNS)[1]]
-    last = {agent: step for steps in turns for agent, step in steps.items()}
-    demonstrated &= best in last
-    judged = [last[best]] if demonstrated else [*last.values()]
-    correct = [step.info.get("correct") for step in judged]
-    if demonstrated:
-        episode_return = sum(steps[best].reward for steps in turns if best in steps)
-        report.demonstrations.append((episode_return, bool(correct[0])))
-    is_scored = _asked(turns[-1]) or all(isinstance(value, bool) for value in correct)
-    return any(correct) if is_scored else None
+    _, turns = _play(report, env, seed, respond, MAX_TURNS)
+    report.longest = max(report.longest, len(turns))
+    last = {agent: step for _, steps in turns for agent, step in steps.items()}
+    if shown and best in last:
+        episode_return = sum(steps[best].reward for _, steps in turns if best in steps)
+        report.demonstrations.append((episode_return, bool(last[best].info.get("correct"))))
+        last = {best: last[best]}
+    missing = None if len(turns) < MAX_TURNS else False
+    return [step.info.get("correct", missing) for step in last.values()]
 
 
 def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
-    """Plays the texts one after another; after the end of an episode a new one."""
-    waiting = set[str]()
+    """Answers with each text three times, so that it also meets the last retry."""
     for seed, text in enumerate(ODD_TEXTS):
-        waiting = waiting or {*_reset(env, seed)}
         try:
-            waiting = _asked(_step(report, env, dict.fromkeys(sorted(waiting), text)))
+            _play(report, env, seed, lambda agent, turn, text=text: text, max_turns=3)
         except (Exception, SystemExit) as error:
-            problem = str(error) if isinstance(error, Problem) else describe_error(error)
-            raise Problem(f"response {text[:30]!a} of {len(text)} characters: {problem}") from error
+            length, words = len(text), _words_of(error)
+            raise Problem(f"response {text[:30]!a} of {length} characters: {words}") from error
 
 
 def _check_openings(report: Report, env: MultiAgentEnv) -> None:
     """Compares the openings of training and demonstrations with those of evaluation."""
-    count = NUM_OPENINGS // (10 if EnvSpec.read(report.spec).declares("waits") else 1)
-    seeds = [*TRAIN_SEEDS[:count], *DEMO_SEEDS[:count]]
-    trained = {repr(_reset(env, seed)) for seed in seeds}
-    held_out = {repr(_reset(env, seed)) for seed in EVAL_SEEDS[:count]}
+    count = NUM_OPENINGS // (10 if env.waits else 1)
+    trained, held_out = (
+        {repr(_reset(env, seed)) for seed in seeds}
+        for seeds in ([*TRAIN_SEEDS[:count], *DEMO_SEEDS[:count]], EVAL_SEEDS[:count])
+    )
     report.openings, report.held_out = len(trained), len(held_out)
     report.shared = len(trained & held_out)
     text = f"{report.shared} of {report.held_out} openings of evaluation occur in training"
@@ -222,25 +210,29 @@ def _check_openings(report: Report, env: MultiAgentEnv) -> None:
 
 
 def _play(
-    report: Report, env: MultiAgentEnv, seed: int, respond: Callable[[str, int], str],
+    report: Report, env: MultiAgentEnv, seed: int, respond: Callable[[str, int], str | None],
     max_turns: int,
-) -> tuple[dict[str, list[Message]], Turns]:  # fmt: skip
-    """Returns the opening of an episode, and the responses and steps of each turn."""
-    opening = _reset(env, seed)
+) -> tuple[dict[str, list[Message]], list[tuple[dict[str, str], dict[str, Step]]]]:  # fmt: skip
+    """Returns the opening of an episode, and the responses and steps of each turn. Where `respond`
+    has no response, it is a guess."""
+    opening, turns = _reset(env, seed), []
     begun = {agent: prefill_of(messages) for agent, messages in opening.items()}
-    turns: Turns = []
     waiting = set(opening)
     while waiting and len(turns) < max_turns:
         if env.agents and (others := waiting - {*env.agents}):
             raise Problem(f"{min(others)} acts, but is not one of {', '.join(env.agents)}")
-        responses = {agent: begun.pop(agent, "") + respond(agent, len(turns))
-                     for agent in sorted(waiting)}  # fmt: skip
-        turns.append((responses, _step(report, env, responses)))
-        waiting = _asked(turns[-1][1])
+        responses = {}
+        for agent in sorted(waiting):
+            text = respond(agent, len(turns))
+            text = env.demonstrate(agent, hasty=True) or "?" if text is None else text
+            responses[agent] = begun.pop(agent, "") + text
+        steps = checked_steps(env.step(responses), isinstance(env, SingleAgentEnv))
+        turns.append((responses, steps))
+        report.rewards |= {step.reward for step in steps.values()}
+        waiting = {agent for agent, step in steps.items() if step.message and not step.done}
     answered = {agent for _, steps in turns for agent in steps}
     if not waiting and (ignored := {a for responses, _ in turns for a in responses} - answered):
         raise Problem(f"step() never returned a Step for {min(ignored)}")
-    report.longest = max(report.longest, len(turns))
     return opening, turns
 
 
@@ -251,13 +243,5 @@ def _reset(env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
     return by_agent
 
 
-def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
-    steps = checked_steps(env.step(responses), isinstance(env, SingleAgentEnv))
-    for step in steps.values():
-        low, high = report.rewards
-        report.rewards = min(low, step.reward), max(high, step.reward)
-    return steps
-
-
-def _asked(steps: dict[str, Step]) -> set[str]:
-    return {agent for agent, step in steps.items() if step.message and not step.done}
+def _words_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, Problem) else describe_error(error)
