@@ -49,23 +49,23 @@ def make_tokens() -> Tokens:
 
 
 def test_loss_and_gradient_of_exercise_4_are_those_of_reinforce(tmp_path):
-    found = []
+    results = []
     for module in (make_algorithm(tmp_path, (3, 4)), reinforce):
         tokens = make_tokens()
         loss, metrics = module.compute_loss(tokens, None)
-        found.append((loss, *torch.autograd.grad(loss, tokens.logprobs), metrics))
-    torch.testing.assert_close(found[0][:2], found[1][:2], atol=1e-6, rtol=1e-5)
-    assert found[0][2] == pytest.approx(found[1][2])
+        results.append((loss, *torch.autograd.grad(loss, tokens.logprobs), metrics))
+    torch.testing.assert_close(*(result[:2] for result in results), atol=1e-6, rtol=1e-5)
+    assert results[0][2] == pytest.approx(results[1][2])
 
 
-def test_advantages_of_exercises_3_10_and_7_are_those_of_the_library(tmp_path):
-    for exercises, algo, options in (
-        ((3, 5), grpo, OPTIONS), ((10, 5), reinforce, reinforce.Options("group")),
-        ((5, 7), ppo, ppo.Options()),
-    ):  # fmt: skip
-        ours = make_algorithm(tmp_path, exercises).compute_advantages(make_tokens(), None)
-        theirs = algo.compute_advantages(make_tokens(), options)
-        torch.testing.assert_close(ours, theirs if algo is ppo else {"advantages": theirs})
+@pytest.mark.parametrize("exercises, algo, options", [
+    ((3, 5), grpo, OPTIONS), ((10, 5), reinforce, reinforce.Options("group")),
+    ((5, 7), ppo, ppo.Options()),
+])  # fmt: skip
+def test_advantages_are_those_of_the_library(tmp_path, exercises, algo, options):
+    ours = make_algorithm(tmp_path, exercises).compute_advantages(make_tokens(), None)
+    theirs = algo.compute_advantages(make_tokens(), options)
+    torch.testing.assert_close(ours, theirs if algo is ppo else {"advantages": theirs})
 
 
 def test_draw_returns_the_log_prob_of_the_token_and_follows_the_numbers(tmp_path):
@@ -79,40 +79,39 @@ def test_draw_returns_the_log_prob_of_the_token_and_follows_the_numbers(tmp_path
     assert torch.allclose(logprobs, expected)
 
 
-def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path):
-    for code, message in (("x.nope", "AttributeError"), ("x[:1]", "shape")):
-        text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
-        with pytest.raises(UsageError, match=f"^[^\n]*exercise 5[^\n]*{message}[^\n]*$"):
-            make_algorithm(tmp_path, clipped_loss=text).compute_loss(make_tokens(), OPTIONS)
+@pytest.mark.parametrize("code, message", [("x.nope", "AttributeError"), ("x[:1]", "shape")])
+def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message):
+    text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
+    with pytest.raises(UsageError, match=f"^[^\n]*exercise 5[^\n]*{message}[^\n]*$"):
+        make_algorithm(tmp_path, clipped_loss=text).compute_loss(make_tokens(), OPTIONS)
 
 
-@pytest.mark.parametrize("number, settings, used", [
-    (4, {}, "3, 4"), (10, {}, "3, 5, 8"),
-    (10, {"kl_coef": 0.1, "options": Options("10", "4")}, "4, 6, 8, 10"),
-    (0, {}, "needs exercise 3 .* exercise 4"), (5, {"kl_coef": 0.1}, "needs exercise 6"),
-])  # fmt: skip
-def test_load_uses_the_exercises_that_are_written(tmp_path, monkeypatch, number, settings, used):
+WRONG = solved().replace("ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 - clip)")
+
+
+@pytest.mark.parametrize("text, settings, used, wrong", [
+    (solved_up_to(4), {}, "3, 4", []), (solved(), {}, "3, 5, 8", []),
+    (solved(), {"kl_coef": 0.1, "options": Options("10", "4")}, "4, 6, 8, 10", []),
+    (solved_up_to(0), {}, "needs exercise 3 .* exercise 4", []),
+    (solved_up_to(5), {"kl_coef": 0.1}, "needs exercise 6", []),
+    # 9 is not used, and the bug of 10 has not been repaired
+    (WRONG.replace("optimizer.step()", "pass").replace(*BUG), {"options": Options("10")},
+     "5, 8, 10", ["exercise 5", "exercise 10"]),
+], ids=range(6))  # fmt: skip
+def test_load_uses_what_is_written_and_remarks_what_is_wrong(
+    tmp_path, monkeypatch, text, settings, used, wrong
+):
     monkeypatch.chdir(tmp_path)
-    Path("scratch.py").write_text(solved_up_to(number), encoding="utf-8")
+    Path("scratch.py").write_text(text, encoding="utf-8")
     cfg = Config(algo="scratch", **{"options": Options(), **settings})
     if "needs" in used:
         with pytest.raises(UsageError, match=used):
             load_scratch(cfg)
         return
     algorithm = load_scratch(cfg)
-    assert (algorithm.variant, algorithm.remarks) == (f"exercises {used}", ())
+    assert algorithm.variant == f"exercises {used}"
+    assert [remark.split(" is ")[0] for remark in algorithm.remarks] == wrong
     assert (algorithm.draw is sampler.draw) == ("8" not in used)
-
-
-def test_load_allows_wrong_exercises_and_the_bug_of_10_with_a_remark(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = solved().replace("ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 - clip)")
-    text = text.replace("optimizer.step()", "pass").replace(*BUG)
-    Path("scratch.py").write_text(text, encoding="utf-8")
-    remarks = load_scratch(Config(algo="scratch", options=Options("10"))).remarks  # 9 is not used
-    assert [remark.split(" is ")[0] for remark in remarks] == [
-        "exercise 5 (clipped_loss)", "exercise 10 (advantages_of_tokens)",
-    ]  # fmt: skip
 
 
 SHORT = """--num-updates 1 --num-prompts 2 --group-size 4 --num-epochs 2
@@ -129,8 +128,11 @@ def test_solutions_train_as_the_library_does(command):
     ours = "--grpo.loss-type grpo --grpo.aggregation token --kl-estimator k3".split()
     assert command(*shared, *ours, "--run-name", "ours")[0] == 0
     a, b = (read_records(Path(f"runs/{name}/metrics.jsonl"))[-1] for name in ("mine", "ours"))
-    assert a.keys() == b.keys() and b["grad/norm"] > 0 and b["kl/approx"] > 0
-    assert b["kl/reference"] > 0 and b["clip/high_fraction"] > 0
+    assert a.keys() == b.keys()
+    assert (
+        min(b[name] for name in ("grad/norm", "kl/approx", "kl/reference", "clip/high_fraction"))
+        > 0
+    )
     numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}
     # rounding grows with the number, and differs between processors
     assert {k: a[k] for k in numbers} == pytest.approx(numbers, rel=3e-5, abs=1e-5)

@@ -28,7 +28,6 @@ from core.sampler import SamplingParams
 from core.workshop import checker
 from environments.plumbing.registry import describe_error
 
-CLIP = 0.2  # the default clip of exercise 5, for the clip metrics
 VALUE_COEF = 0.5  # coefficient of the value loss, as in PPO
 
 
@@ -44,9 +43,8 @@ class Options(LoopOptions):
 
     @property
     def needs(self) -> Set[str]:
-        """What the loop has to provide (core/algorithm.py)."""
-        own = {"own_kl", "own_draw", "episode_credit"}
-        return own | {"value_head" if self.advantages == "7" else "groups"}
+        first = "value_head" if self.advantages == "7" else "groups"
+        return {first, "own_kl", "own_draw", "episode_credit"}
 
 
 def rows_of(ids: Tensor) -> Tensor:
@@ -68,8 +66,8 @@ def pad(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exercises:
-    """Exercises of a scratch.py, with the signatures of the files in algorithms/. Raises UsageError
-    for an exception in them and for a result of another type or shape."""
+    """Exercises of a scratch.py as an algorithm. UsageError: one raises, or returns another type or
+    shape."""
 
     module: ModuleType
     exercises: tuple[int, ...] = (3, 5, 8)  # those that train; without 8 the library samples
@@ -87,7 +85,7 @@ class Exercises:
             for rollout in tokens.rollout.unique():
                 here = tokens.rollout == rollout
                 rewards, values = tokens.rewards[here], tokens.old_values[here]
-                advantages[here] = self._call("gae", rewards, values, like=rewards)
+                advantages[here] = self._call(7, rewards, values, like=rewards)
             targets = advantages + tokens.old_values
             advantages = normalize(advantages, tokens.in_loss).float()
             return {"advantages": advantages, "value_targets": targets}
@@ -95,14 +93,13 @@ class Exercises:
         if 10 in self.exercises:
             mask = rows_of(tokens.rollout)
             rows, group_ids = pad(tokens.rewards, mask), tokens.group[turns.last_token]
-            found = self._call("advantages_of_tokens", rows, mask, group_ids, like=rows)
-            return {"advantages": found[mask]}
+            return {"advantages": self._call(10, rows, mask, group_ids, like=rows)[mask]}
         returns = turns.returns.float()  # [rollouts]
         compared = group_sum(torch.ones_like(returns), turns.peers) > 1
         advantages = torch.zeros_like(returns)
         if compared.any():
             group = returns[compared], turns.peers[compared]
-            advantages[compared] = self._call("group_advantages", *group, like=group[0])
+            advantages[compared] = self._call(3, *group, like=group[0])
         return {"advantages": advantages[turns.of_token]}
 
     def compute_loss(self, tokens: Tokens, options: object) -> tuple[Tensor, dict[str, float]]:
@@ -121,12 +118,12 @@ class Exercises:
         factors = tokens.importance_weights * tokens.advantages
         loss = 0 * tokens.logprobs.sum()
         if mask.any():
-            name, rows = "clipped_loss", [tokens.logprobs, tokens.old_logprobs, factors]
+            number, rows = 5, [tokens.logprobs, tokens.old_logprobs, factors]
             if 5 not in self.exercises:
-                name, rows = "reinforce_loss", [tokens.logprobs, ratio * factors]
-            mean = self._call(name, *(pad(x, grid) for x in rows), mask, like=loss)
+                number, rows = 4, [tokens.logprobs, ratio * factors]
+            mean = self._call(number, *(pad(x, grid) for x in rows), mask, like=loss)
             loss = mean * token_weights.sum()
-        clip = (CLIP, CLIP) if 5 in self.exercises else (1.0, math.inf)  # 4 does not clip
+        clip = (0.2, 0.2) if 5 in self.exercises else (1.0, math.inf)  # 4 does not clip
         metrics = surrogate_metrics(tokens, ratio, *clip)
         if 7 in self.exercises:
             error = (tokens.values - tokens.value_targets) ** 2 / 2
@@ -135,10 +132,8 @@ class Exercises:
         return loss, metrics
 
     def weighted_kl(self, logprobs: Tensor, ratio: Tensor, other: Tensor, kind: str) -> Tensor:
-        """Returns ρ times exercise 6 for each token, as algorithms/kl.py does for k3: [n].
-
-        Gradients flow through `logprobs` and `ratio`."""
-        return ratio * self._call("kl_k3", logprobs, other, like=logprobs)
+        """Returns ρ times exercise 6 for each token, as algorithms/kl.py does for k3: [n]."""
+        return ratio * self._call(6, logprobs, other, like=logprobs)
 
     def draw(self, logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
         """Samples token ids [C] from logits [C, V] with exercise 8; returns them and log-probs [C].
@@ -147,20 +142,19 @@ class Exercises:
         """
         generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
         inputs = logits.float(), params.temperature, generator
-        ids, logprobs = self._call("sample", *inputs, like=(chance.long(), chance))
+        ids, logprobs = self._call(8, *inputs, like=(chance.long(), chance))
         return ids.long(), logprobs
 
-    def _call(self, name: str, *inputs: Any, like: Any) -> Any:
+    def _call(self, number: int, *inputs: Any, like: Any) -> Any:
         """The result of an exercise, which has the types and shapes of `like`."""
-        number = next(e.number for e in checker.EXERCISES if e.name == name)
         try:
-            result = getattr(self.module, name)(*inputs)
+            result = getattr(self.module, checker.EXERCISES[number - 1].name)(*inputs)
         except Exception as error:
             if ran_out(error):  # the training loop handles it
                 raise
             raise UsageError(f"exercise {number}: {describe_error(error)}") from error
         if wrong := checker.difference(like, result, None):
-            raise UsageError(f"exercise {number}: {name} returned: {wrong}")
+            raise UsageError(f"exercise {number}: {wrong}")
         return result
 
 
@@ -175,15 +169,13 @@ def load_scratch(cfg: Config) -> Algorithm:
     assert isinstance(options, Options)
     file = Path(cfg.algo if is_file(cfg.algo) else "scratch.py")
     file = file if file.exists() else checker.FILE
-    module = checker.load(file)
+    module, command = checker.load(file), f"python {checker.name_of(file)}"
     states = {v.exercise.number: v.state for v in checker.check_all(module)}
     written = {number for number, state in states.items() if state != "not yet"}
     loss = int(options.loss or (5 if 5 in written else 4))
     used = {int(options.advantages), loss} | ({6} if cfg.kl_coef else set()) | ({8} & written)
-    titles = {e.number: f"exercise {e.number} ({e.name})" for e in checker.EXERCISES}
-    command = f"python {checker.name_of(file)}"
-    if missing := used - written - {10}:  # 10 has its bug from the beginning
-        needed = " and ".join(titles[number] for number in sorted(missing))
+    if missing := sorted(used - written - {10}):  # 10 has its bug from the beginning
+        needed = " and ".join(f"exercise {number}" for number in missing)
         raise UsageError(f"--algo {Path(cfg.algo).name} needs {needed}, not written yet; {command} "
                          "checks what you write")  # fmt: skip
     own = Exercises(module, tuple(sorted(used)))
@@ -191,6 +183,6 @@ def load_scratch(cfg: Config) -> Algorithm:
         own.compute_advantages, own.compute_loss, Path(str(module.__file__)),
         weighted_kl=own.weighted_kl, draw=own.draw if 8 in used else sampler.draw,
         variant=f"exercises {', '.join(map(str, own.exercises))}",
-        remarks=tuple(f"{titles[n]} is not right; training with it anyway. Details: {command}"
+        remarks=tuple(f"exercise {n} is not right; training with it anyway. Details: {command}"
                       for n in own.exercises if states[n] != "right"),
     )  # fmt: skip
