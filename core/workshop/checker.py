@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -37,9 +37,7 @@ from environments.plumbing.text import print_any_character
 
 FILE = Path(__file__).parents[2] / "scratch.py"
 SLOW = 10.0  # seconds
-State = Literal["right", "wrong", "not yet"]
 LABELS = {"right": "[green]✓ right[/]", "wrong": "[red]✗ wrong[/]", "not yet": "[dim]· not yet[/]"}
-STEPS = ("question", "idea", "line")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Verdict:
     """The state of an exercise. If it is wrong, also the first fact that does not hold."""
 
     exercise: Exercise
-    state: State
+    state: Literal["right", "wrong", "not yet"]
     statement: str = ""
     rows: dict[str, str] = field(default_factory=dict)  # inputs, expected, actual, differs, cause
 
@@ -58,21 +56,20 @@ def execute(args: list[str], file: Path = FILE) -> int:
     Returns the exit code: 0 if all exercises are right, 1 if not, 2 if the file cannot be imported.
     """
     parser = argparse.ArgumentParser("scratch.py", description="Check the exercises of scratch.py.")
+    add = partial(parser.add_argument, type=int, choices=range(1, 11))
     hint = "print a hint for exercise N. STEP 1 (default): a question, 2: the idea, 3: the line"
-    parser.add_argument("--hint", type=int, nargs="+", metavar=("N", "STEP"), help=hint)
-    parser.add_argument("--solution", type=int, metavar="N", help="print a solution of exercise N")
+    add("--hint", nargs="+", metavar=("N", "STEP"), help=hint)
+    add("--solution", metavar="N", help="print a solution of exercise N")
     options = parser.parse_args(args)
-    asks_solution = options.solution is not None
-    given: list[int] = [options.solution] if asks_solution else options.hint or [1]
-    number, step, *more = [*given, 1, 1]
-    if number not in range(1, 11) or step not in (1, 2, 3) or len(more) > 2:
-        parser.error("an exercise is 1 to 10, the step of a hint 1, 2 or 3")
     print_any_character()
-    if asks_solution:
-        print(inspect.getsource(getattr(solutions, EXERCISES[number - 1].name)))
+    if options.solution:
+        print(source_of(EXERCISES[options.solution - 1]))
         return 0
     if options.hint:
-        print_hint(EXERCISES[number - 1], step)
+        number, *steps = options.hint
+        if len(steps) > 1 or not {*steps} <= {1, 2, 3}:
+            parser.error("the step of a hint is 1, 2 or 3")
+        print_hint(EXERCISES[number - 1], *steps)
         return 0
     torch.set_printoptions(precision=4, threshold=40, linewidth=90, sci_mode=False)
     faulthandler.dump_traceback_later(SLOW, file=sys.__stderr__ or sys.stderr)
@@ -83,13 +80,18 @@ def execute(args: list[str], file: Path = FILE) -> int:
         return 2
     finally:
         faulthandler.cancel_dump_traceback_later()
-    print_verdicts(verdicts, Console(highlight=False), name_of(file))
+    print_verdicts(verdicts, name_of(file))
     return 0 if all(v.state == "right" for v in verdicts) else 1
 
 
 def name_of(file: Path) -> str:
     """A participant's file, which may be a copy of scratch.py, as a command names it."""
     return file.name if file.absolute().parent == Path.cwd() else str(file)
+
+
+def source_of(exercise: Exercise) -> str:
+    """The code of the solution."""
+    return inspect.getsource(getattr(solutions, exercise.name))
 
 
 def load(file: Path) -> ModuleType:
@@ -105,31 +107,54 @@ def load(file: Path) -> ModuleType:
 
 
 def check_all(module: ModuleType) -> list[Verdict]:
-    """Returns the verdict on each exercise, in order."""
-    return [check(exercise, module) for exercise in EXERCISES]
+    """Returns the verdict on each exercise, in order.
 
-
-def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
-    """Returns the verdict on one exercise; the first fact that does not hold decides.
-
-    It is judged alone: the exercises that it calls are those of the solutions. If it is wrong with
-    them, it may still be right with the participant's own, which can accept more.
+    An exercise is judged alone: in place of those that are not right, it calls the solutions.
     """
-    own = {e.name: vars(module)[e.name] for e in EXERCISES if e.name in vars(module)}
-    others = {name: getattr(solutions, name) for name in own if name != exercise.name}
-    vars(module).update(others)
-    try:
-        verdict = _check(exercise, module)
-    finally:
-        vars(module).update(own)
-    if verdict.state == "wrong" and _check(exercise, module).state == "right":
+    own, verdicts = {**vars(module)}, list[Verdict]()
+    for exercise in EXERCISES:
+        verdicts.append(check(exercise, module))
+        if verdicts[-1].state != "right" and exercise.name in own:
+            vars(module)[exercise.name] = getattr(solutions, exercise.name)
+    vars(module).update(own)
+    return verdicts
+
+
+def check(exercise: Exercise, module: ModuleType) -> Verdict:
+    """Returns the verdict on one exercise; the first fact that does not hold decides."""
+    name = exercise.name
+    if not callable(vars(module).get(name)):
+        return Verdict(exercise, "wrong", f"there is no function {name}")
+    answers = [ask(fact, module, name)[0] for fact in exercise.facts]
+    if any(isinstance(answer, NotImplementedError) for answer in answers):
+        return Verdict(exercise, "not yet")
+
+    def differences(function: Callable[..., Any]) -> Iterator[str]:
+        for fact, answer in zip(exercise.facts, answers, strict=True):
+            yield difference(_answer(fact, name, function)[0], answer, fact.tolerance)
+
+    solution = getattr(solutions, name)
+    found = [*differences(solution)]
+    if not any(found):
         return Verdict(exercise, "right")
-    return verdict
+    causes = [
+        cause for cause, changes in mistakes_in(name).items()
+        if any(not any(differences(changed_solution(name, change))) for change in changes)
+    ]  # fmt: skip
+    if NOT_REPAIRED in causes:
+        return Verdict(exercise, "not yet")
+    i = next(i for i, differs in enumerate(found) if differs)
+    fact, actual = exercise.facts[i], answers[i]
+    expected, inputs = _answer(fact, name, solution)
+    rows = {"inputs": inputs, "expected": _format(expected), "actual": _format(actual)}
+    rows["differs"] = "" if isinstance(actual, Exception) else found[i]
+    rows["cause"] = "; or: ".join(causes)
+    return Verdict(exercise, "wrong", fact.statement, rows)
 
 
 def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> tuple[Any, str]:
-    """Returns the answer of `functions` to a fact, and the inputs of the first call of the function
-    `name`. If one of them raises an exception, this is the answer."""
+    """Returns the answer of `functions` to a fact, which may be an exception, and the inputs of the
+    first call of the function `name`."""
     inputs: list[str] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -140,10 +165,7 @@ def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> tuple
             inputs.extend(f"{k} =\n{v}" if "\n" in v else f"{k} = {v}" for k, v in texts.items())
         return getattr(functions, name)(*args, **kwargs)
 
-    try:
-        answer = fact.ask(SimpleNamespace(**{**vars(functions), name: record}))
-    except Exception as error:
-        answer = error
+    answer = fact.answer(SimpleNamespace(**{**vars(functions), name: record}))
     return answer, "\n".join(inputs)
 
 
@@ -153,15 +175,13 @@ def difference(expected: Any, actual: Any, tolerance: float | None) -> str:
     A list counts as a tuple; int32 and int64 are one type, float32 and float64 too. nan equals nan.
     `tolerance` is absolute and relative; without one, numbers do not matter.
     """
-    if isinstance(expected, Exception) or isinstance(actual, Exception):
-        return "" if repr(expected) == repr(actual) else "an exception"
-    if isinstance(expected, tuple):
-        if not isinstance(actual, tuple | list) or len(actual) != len(expected):
-            return f"{_kind(actual)}; a tuple of {len(expected)} is asked for"
-        found = [difference(a, b, tolerance) for a, b in zip(expected, actual, strict=True)]
-        return next((f"result {i}: {text}" for i, text in enumerate(found, 1) if text), "")
+    if isinstance(actual, Exception):
+        return "" if repr(expected) == repr(actual) else describe_error(actual)
     if _kind(expected) != _kind(actual):
-        return f"{_kind(actual)}; {_kind(expected)} is asked for"
+        return f"the type is {_kind(actual)}, not {_kind(expected)}"
+    if isinstance(expected, tuple):
+        parts = (difference(a, b, tolerance) for a, b in zip(expected, actual, strict=True))
+        return next((f"result {i}: {text}" for i, text in enumerate(parts, 1) if text), "")
     a, b = (torch.as_tensor(x).detach().double() for x in (expected, actual))
     if a.shape != b.shape:
         return f"the shape is {[*b.shape]}, not {[*a.shape]}"
@@ -174,26 +194,12 @@ def difference(expected: Any, actual: Any, tolerance: float | None) -> str:
     return f"the number{f' at {[*first]}' if first else ''} is {b[first]:.4g}, not {a[first]:.4g}"
 
 
-def find_causes(exercise: Exercise, module: ModuleType | SimpleNamespace) -> list[str]:
-    """Returns the causes of the mistakes that have all answers of the participant."""
-    name = exercise.name
-    theirs = [(fact, ask(fact, module, name)[0]) for fact in exercise.facts]
-
-    def is_theirs(change: Any) -> bool:
-        wrong = changed_solution(name, change)
-        return not any(
-            difference(_answer(fact, name, wrong)[0], answer, fact.tolerance)
-            for fact, answer in theirs
-        )
-
-    return [cause for cause, changes in mistakes_in(name).items() if any(map(is_theirs, changes))]
-
-
-def print_verdicts(verdicts: list[Verdict], console: Console, file: str) -> None:
+def print_verdicts(verdicts: list[Verdict], file: str) -> None:
     """Prints the table, the first failing fact of each wrong exercise, and what to do next.
 
     `file`: the participant's, as `name_of` names it.
     """
+    console = Console(highlight=False)
     train = f"python train.py --algo {'scratch' if file == 'scratch.py' else file}"
     table = Table("", "exercise", "", "next", box=None, padding=(0, 2, 0, 0))
     for v in verdicts:
@@ -216,40 +222,13 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str) -> None
             say(f"You can train with these already: {train}")
 
 
-def print_hint(exercise: Exercise, step: int) -> None:
+def print_hint(exercise: Exercise, step: int = 1) -> None:
     """Prints one step of the hints for an exercise, and how to get the next one."""
-    source = inspect.getsource(getattr(solutions, exercise.name)).splitlines()
-    line = next(line.strip() for line in source if exercise.line in line)
-    number, hint = exercise.number, (exercise.question, exercise.idea, line)[step - 1]
-    print(f"Exercise {number}, the {STEPS[step - 1]}: {hint}")
-    if step < 3:
-        print(f"The {STEPS[step]}: python scratch.py --hint {number} {step + 1}")
-    else:
-        print(f"The whole function: python scratch.py --solution {number}")
-
-
-def _check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
-    """Returns the verdict on one exercise, with the other functions of `module` as they are."""
-    name = exercise.name
-    if not callable(vars(module).get(name)):
-        return Verdict(exercise, "wrong", f"there is no function {name}")
-    for fact in exercise.facts:
-        expected, inputs = _answer(fact, name, getattr(solutions, name))
-        actual, _ = ask(fact, module, name)
-        if isinstance(actual, NotImplementedError):
-            return Verdict(exercise, "not yet")
-        differs = difference(expected, actual, fact.tolerance)
-        if not differs:
-            continue
-        causes = find_causes(exercise, module)
-        if NOT_REPAIRED in causes:
-            return Verdict(exercise, "not yet")
-        rows = {"inputs": inputs, "expected": _format(expected), "actual": _format(actual)}
-        if not isinstance(actual, Exception):
-            rows["differs"] = differs
-        rows["cause"] = "; or: ".join(causes)
-        return Verdict(exercise, "wrong", fact.statement, rows)
-    return Verdict(exercise, "right")
+    lines = source_of(exercise).splitlines()
+    line = next(line.strip() for line in lines if exercise.line in line)
+    print((exercise.question, exercise.idea, line)[step - 1])
+    more = f"--hint {exercise.number} {step + 1}" if step < 3 else f"--solution {exercise.number}"
+    print(f"More: python scratch.py {more}")
 
 
 @cache
@@ -268,10 +247,12 @@ def _copy(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
     """Returns the type of a result in words."""
-    if isinstance(value, Tensor):
-        number = "a float" if value.is_floating_point() else "an integer"
-        return f"{'a bool' if value.dtype == torch.bool else number} tensor"
-    return "None" if value is None else f"a {type(value).__name__}"
+    if isinstance(value, tuple | list):
+        return f"a tuple of {len(value)}"
+    if not isinstance(value, Tensor):
+        return "None" if value is None else f"a {type(value).__name__}"
+    number = "a float" if value.is_floating_point() else "an integer"
+    return f"{'a bool' if value.dtype == torch.bool else number} tensor"
 
 
 def _format(value: Any) -> str:
@@ -281,10 +262,6 @@ def _format(value: Any) -> str:
     if isinstance(value, tuple | list):
         left, right = "[]" if isinstance(value, list) else "()"
         return f"{left}{', '.join(map(_format, value))}{right}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
     if isinstance(value, Tensor):
         return str(value.detach())
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Generator):
-        return f"a {type(value).__name__}"
-    return str(value)[:200]
+    return f"{value:.4g}" if isinstance(value, int | float) else _kind(value)

@@ -24,40 +24,40 @@ from transformers import AutoModelForCausalLM
 
 from core.faults import UsageError
 from core.tiny import PRETRAINED
+from core.workshop import grpo_on_one_page as page
 from core.workshop.checker import difference, load
 from core.workshop.exercises import Fact
 from environments.letter_counting import LetterCounting
-from environments.plumbing.registry import describe_error
 
-RIGHT = Path(__file__).with_name("grpo_on_one_page.py")
+RIGHT = Path(page.__file__)
 TITLE = '''"""Drill {}: this GRPO run raises no error, and is wrong in one place. Repair it.
 Keep all names and constants; the docstrings are right."""'''
 FAULTS = """
-end_left_out: The policy does not learn to stop (TRL #1623)
-  (ends.cumsum(1) - ends == 0)  =>  (ends.cumsum(1) == 0)
-off_by_one: A token is looked up in the logits that have seen it (prime-rl #1525)
-  [:, -n - 1 : -1]  =>  [:, -n:]
-temperature_left_out: Log-probs are those at temperature 1, answers are not (TRL #3029)
-  -n - 1 : -1] / TEMPERATURE  =>  -n - 1 : -1]
-padding_is_seen: Without the attention mask the trainer reads the padding as text (TRL #2708)
-  (ids, attention_mask=attention)  =>  (ids)
-deviation_of_the_batch: Groups whose rewards differ little hardly count (flow_grpo #46)
-  groups.std(1, keepdim=True)  =>  groups.std()
 maximum: The clip holds no token back, and lets none return (tensorforce #106)
   torch.minimum(  =>  torch.maximum(
-groups_interleaved: A group has answers to different questions (prime-rl #600)
-  rewards.view(-1, G)  =>  rewards.view(G, -1).T
-mean_with_padding: One long answer shrinks the step of all (SkyRL #462)
-  -(surrogate * mask).sum() / mask.sum()  =>  -(surrogate * mask).mean()
-mean_of_row_means: A token of a long answer counts less (Dr. GRPO, arXiv:2503.20783)
-  (surrogate * mask).sum() / mask.sum()  =>  (surrogate * mask).sum(1).div(mask.sum(1)).mean()
-old_is_renewed: The ratio is 1 in every step, and nothing clips (tensorforce #312)
-  (now, old[rows],  =>  (now, now.detach(),
 gradients_add_up: A step follows the gradients of all steps before it, too (TRL #583)
   optimizer.zero_grad()  =>  ⏎
+padding_is_seen: Without the attention mask the trainer reads the padding as text (TRL #2708)
+  (ids, attention_mask=attention)  =>  (ids)
+mean_of_row_means: A token of a long answer counts less (Dr. GRPO, arXiv:2503.20783)
+  (surrogate * mask).sum() / mask.sum()  =>  (surrogate * mask).sum(1).div(mask.sum(1)).mean()
+off_by_one: A token is looked up in the logits that have seen it (prime-rl #1525)
+  [:, -n - 1 : -1]  =>  [:, -n:]
+groups_interleaved: A group has answers to different questions (prime-rl #600)
+  rewards.view(-1, G)  =>  rewards.view(G, -1).T
 advantages_not_shuffled: Rows are shuffled, and their advantages are not (ddpo-pytorch #29)
   advantages[rows]  =>  advantages[: len(rows)]
-"""  # name: what is wrong (who reported it); the right text => the wrong one
+deviation_of_the_batch: Groups whose rewards differ little hardly count (flow_grpo #46)
+  groups.std(1, keepdim=True)  =>  groups.std()
+old_is_renewed: The ratio is 1 in every step, and nothing clips (tensorforce #312)
+  (now, old[rows],  =>  (now, now.detach(),
+temperature_left_out: Log-probs are those at temperature 1, answers are not (TRL #3029)
+  -n - 1 : -1] / TEMPERATURE  =>  -n - 1 : -1]
+mean_with_padding: One long answer shrinks the step of all (SkyRL #462)
+  -(surrogate * mask).sum() / mask.sum()  =>  -(surrogate * mask).mean()
+end_left_out: The policy does not learn to stop (TRL #1623)
+  (ends.cumsum(1) - ends == 0)  =>  (ends.cumsum(1) == 0)
+"""  # of drills 1 to 12: the name, what is wrong (who reported it), the right text => the wrong one
 ALL = re.findall(r"^(\w+): (.*)\n +(.*)  =>  (.*)$", FAULTS, re.MULTILINE)
 POLICY = AutoModelForCausalLM.from_pretrained(PRETRAINED)
 IDS = torch.arange(100, 164).view(8, 8)  # 8 prompts of 3 tokens, and their answers
@@ -117,29 +117,21 @@ FACTS = (
 
 
 def drill(seed: int) -> str:
-    """The text of drill `seed`; the drills 1 to 12 have all twelve faults."""
-    _, _, right, wrong = ALL[seed * 5 % len(ALL)]
+    """The text of drill `seed`."""
+    *_, right, wrong = ALL[seed - 1]
     source = RIGHT.read_text(encoding="utf-8")
     assert source.count(right) == 1, right
     broken = source.replace(right, wrong).replace(" " * 12 + "⏎\n", "")
     return re.sub(r'^""".*?"""', TITLE.format(seed), broken, count=1, flags=re.DOTALL)
 
 
-@cache
-def right_answers() -> list[Any]:
-    """What the page itself answers to FACTS."""
-    page = load(RIGHT)
-    return [fact.ask(page) for fact in FACTS]
+right_answer = cache(lambda fact: fact.answer(page))  # that of a Fact
 
 
 def check(module: ModuleType) -> str:
     """The first fact that does not hold, and what differs; "" if all hold."""
-    for fact, right in zip(FACTS, right_answers(), strict=True):
-        try:
-            differs = difference(right, fact.ask(module), fact.tolerance)
-        except Exception as error:
-            differs = describe_error(error)
-        if differs:
+    for fact in FACTS:
+        if differs := difference(right_answer(fact), fact.answer(module), fact.tolerance):
             return f"This does not hold yet: {fact.statement} ({differs})."
     return ""
 
@@ -165,7 +157,7 @@ def execute(arguments: list[str]) -> int:
         failed = check(load(file))
     except UsageError as error:
         parser.error(f"{file}: {error}")
-    name, cause, *_ = ALL[int(found[1]) * 5 % len(ALL)]
+    name, cause, *_ = ALL[int(found[1]) - 1]
     print(failed or f"Right. The fault was {name}: {cause}.")
     return 1 if failed else 0
 

@@ -9,6 +9,7 @@ Hints come in three steps: a question, the idea, and the line of the solution.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ class Fact:
     statement: str  # what must be true, for the report
     ask: Callable[[Any], Any]  # calls the functions `f` and returns their answer
     tolerance: float = 1e-4  # absolute and relative
+
+    def answer(self, functions: Any) -> Any:
+        """What `functions` answer; an exception is an answer, too."""
+        try:
+            return self.ask(functions)
+        except Exception as error:
+            return error
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -4.0, -6.0]])
 OLD_LOGPROBS = torch.tensor([[-1.5, -2.3, -2.9], [-0.4, -3.0, -6.0]])
 ADVANTAGES = torch.tensor([[1.0, 2.0, 1.0], [-2.0, -3.0, -2.0]])
 MASK = torch.tensor([[False, True, True], [True, True, True]])
+# the same, with infinities where they must not matter
+INFINITE = LOGPROBS.masked_fill(~MASK, -torch.inf)
+INFINITE_OLD = OLD_LOGPROBS.masked_fill(~MASK, -torch.inf)
+INFINITE_ADVANTAGES = ADVANTAGES.masked_fill(~MASK, torch.inf)
 EPISODE = torch.tensor([[0.0, 1.0, 2.0], [0.5, 1.0, 4.0]])  # rewards, values
 REWARDS = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.5, 0.0]])
 SAMPLED = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]).bool()
@@ -67,12 +79,7 @@ def gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     return torch.autograd.grad(total, at, materialize_grads=True)[0]
 
 
-def off_mask(values: Tensor, other: float) -> Tensor:
-    """Returns `values` with `other` at the positions outside MASK."""
-    return values.masked_fill(~MASK, other)
-
-
-def clipped_loss_of_one_token(f: Any, ratio: float, advantage: float) -> Any:
+def clipped_loss_of_one_token(ratio: float, advantage: float, f: Any) -> Any:
     """Returns f.clipped_loss of one token with this ratio and advantage."""
     return f.clipped_loss(ONES * math.log(ratio), ONES * 0, ONES * advantage, ONE_TOKEN)
 
@@ -189,12 +196,10 @@ EXERCISES = (
             Fact("the loss is a mean over the sampled tokens",
                  lambda f: f.reinforce_loss(LOGPROBS, ADVANTAGES, MASK)),
             Fact("values outside the mask do not matter, even infinity",
-                 lambda f: f.reinforce_loss(off_mask(LOGPROBS, -torch.inf),
-                                            off_mask(ADVANTAGES, torch.inf), MASK)),
+                 lambda f: f.reinforce_loss(INFINITE, INFINITE_ADVANTAGES, MASK)),
             Fact("the gradient is -A / number of tokens, and 0 outside the mask, even at infinity",
-                 lambda f: gradient(
-                     lambda x: f.reinforce_loss(x, off_mask(ADVANTAGES, torch.inf), MASK),
-                     off_mask(LOGPROBS, -torch.inf))),
+                 lambda f: gradient(lambda x: f.reinforce_loss(x, INFINITE_ADVANTAGES, MASK),
+                                    INFINITE)),
         ),
     ),
     Exercise(
@@ -205,27 +210,22 @@ EXERCISES = (
         "torch.minimum",
         "compute_loss in algorithms/grpo.py",
         (
-            Fact("ratio 1.5, A = 1: clipped at 1.2",
-                 lambda f: clipped_loss_of_one_token(f, 1.5, 1.0)),
-            Fact("ratio 0.5, A = 1: not clipped, the token should become likelier again",
-                 lambda f: clipped_loss_of_one_token(f, 0.5, 1.0)),
-            Fact("ratio 0.1, A = -1: clipped at 0.8",
-                 lambda f: clipped_loss_of_one_token(f, 0.1, -1.0)),
-            Fact("ratio 1.5, A = -1: not clipped, the token should become less likely again",
-                 lambda f: clipped_loss_of_one_token(f, 1.5, -1.0)),
+            *(Fact(statement, partial(clipped_loss_of_one_token, ratio, advantage))
+              for ratio, advantage, statement in (
+                  (1.5, 1.0, "ratio 1.5, A = 1: clipped at 1.2"),
+                  (0.5, 1.0, "ratio 0.5, A = 1: not clipped, may become likelier again"),
+                  (0.1, -1.0, "ratio 0.1, A = -1: clipped at 0.8"),
+                  (1.5, -1.0, "ratio 1.5, A = -1: not clipped, may become less likely again"))),
             Fact("the loss is a mean over the sampled tokens",
                  lambda f: f.clipped_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK)),
             Fact("the argument `clip` sets the bounds",
                  lambda f: f.clipped_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK, clip=0.05)),
             Fact("values outside the mask do not matter, even infinity",
-                 lambda f: f.clipped_loss(off_mask(LOGPROBS, -torch.inf),
-                                          off_mask(OLD_LOGPROBS, -torch.inf),
-                                          off_mask(ADVANTAGES, torch.inf), MASK)),
+                 lambda f: f.clipped_loss(INFINITE, INFINITE_OLD, INFINITE_ADVANTAGES, MASK)),
             Fact("the gradient is -A ρ / number of tokens, and 0 where clipped or outside the mask",
                  lambda f: gradient(
-                     lambda x: f.clipped_loss(x, off_mask(OLD_LOGPROBS, -torch.inf),
-                                              off_mask(ADVANTAGES, torch.inf), MASK),
-                     off_mask(LOGPROBS, -torch.inf))),
+                     lambda x: f.clipped_loss(x, INFINITE_OLD, INFINITE_ADVANTAGES, MASK),
+                     INFINITE)),
         ),
     ),
     Exercise(
