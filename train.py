@@ -120,7 +120,7 @@ def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:
     logits = W state / temperature (core/scoring.py).
     """
     cfg = run.cfg
-    outputs = predict(run.policy, micro, cfg.temperature, cfg.entropy_coef > 0, run.read_out)
+    outputs = predict(run.policy, micro, cfg.temperature, cfg.entropy_coef > 0, run.divergence)
     if not run.scores_first:  # there is one step, and it has not been taken: π_old is π
         batch.write("old_logprobs", micro.numbers, outputs["logprobs"].detach())
     tokens = batch[micro.numbers].to(run.policy.device)

@@ -25,7 +25,7 @@ from core.faults import UsageError
 from core.policy import Policy, borrowed
 from core.prefix_sharing import num_shared
 from core.sampler import Sampler, SamplingParams
-from core.scoring import predict, read_out
+from core.scoring import predict
 from core.types import Completion, Rollout, Turn
 
 TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
@@ -81,15 +81,11 @@ def score(
 
 
 @torch.no_grad()
-def score_here(
-    policy: Policy, sequences: list[Sequence], size: int, temperature: float,
-    read: Callable[..., dict[str, Tensor]] = read_out,
-) -> Tensor:  # fmt: skip
-    """Log-probs of the tokens of these sequences in a vector [size], on this rank alone; `read`
-    may read something else."""
+def score_here(policy: Policy, sequences: list[Sequence], size: int, temperature: float) -> Tensor:
+    """Log-probs of the tokens of these sequences in a vector [size], on this rank alone."""
     found, max_tokens = torch.zeros(size), policy.micro_batch_tokens
     for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
-        found[micro.numbers] = predict(policy, micro, temperature, read=read)["logprobs"].cpu()
+        found[micro.numbers] = predict(policy, micro, temperature)["logprobs"].cpu()
     return found
 
 

@@ -14,58 +14,30 @@ import torch
 from torch import Tensor
 
 from algorithms.token_logprobs import Compare, only_kept
-from core import scoring
 from core.batching import MicroBatch, Sequence, cut
 from core.policy import Policy
 
 Divergence = Callable[[Tensor, Tensor], Tensor]  # of log-probs [l, V] from the teacher's, [l]
 
 
-def read_out(
-    divergence: Divergence,
-    policy: Policy,
-    micro: MicroBatch,
-    hidden: Tensor,
-    temperature: float,
-    entropy_grad: bool,
-) -> dict[str, Tensor]:
-    """What `scoring.read_out` says of the n sampled tokens, and their `divergence` [n].
+@torch.no_grad()
+def teacher(
+    divergence: Divergence, policy: Policy, micro: MicroBatch, temperature: float
+) -> Compare | None:
+    """Compares the policy with its teacher: 0 for tokens of turns without feedback.
 
-    It is 0 for tokens of turns without feedback; there is none if `micro` has no other.
+    None if no turn of `micro` has feedback. The teacher's logits exist in chunks of tokens only.
     """
-    taught = _with_feedback(micro)
-    compare = _teacher(divergence, policy, micro, taught, temperature) if taught else None
-    outputs = scoring.read_out(policy, micro, hidden, temperature, entropy_grad, compare)
-    if taught:
-        outputs["divergence"] = outputs.pop("compared")
-    return outputs
-
-
-def _with_feedback(micro: MicroBatch) -> list[Sequence]:
-    """The turns of `micro` that have feedback, in the teacher's context.
-
-    Their `numbers` are places among the n tokens of `micro`.
-    """
-    found, first = list[Sequence](), 0
+    taught, first = list[Sequence](), 0  # in the teacher's context; numbers: places among the n
     for turn in (turn for sequence in micro.sequences for turn in sequence.turns):
         if turn.feedback_ids:
-            found.append(Sequence(-1))
-            found[-1].extend(turn.feedback_ids, turn, first)
+            taught.append(Sequence(-1))
+            taught[-1].extend(turn.feedback_ids, turn, first)
         first += len(turn.completion_ids)
-    return found
-
-
-@torch.no_grad()
-def _teacher(
-    divergence: Divergence,
-    policy: Policy,
-    micro: MicroBatch,
-    taught: list[Sequence],
-    temperature: float,
-) -> Compare:
-    """Compares the policy with the teacher, whose logits exist in chunks of the tokens only."""
+    if not taught:
+        return None
     states: list[Tensor] = []
-    row_of = torch.full((len(micro.numbers),), -1, device=policy.device)  # of a token: its state
+    row_of = torch.full((first,), -1, device=policy.device)  # of a token: its state
     for part in cut(taught, policy.micro_batch_tokens, policy.device, policy.shares_prefixes):
         start, tokens = sum(map(len, states)), part.numbers.to(policy.device)
         row_of[tokens] = torch.arange(start, start + len(tokens), device=policy.device)
@@ -79,8 +51,8 @@ def _teacher(
             logits = policy.to_logits(all_states[row_of[tokens[known]]]) / temperature
             if micro.kept_ids is not None:
                 logits = only_kept(logits, [micro.kept_ids[i] for i in tokens[known].tolist()])
-            teacher = logits.log_softmax(-1)
-        found = divergence(logprobs[known], teacher)
-        return torch.zeros(len(tokens), device=found.device).masked_scatter(known, found)
+            right = logits.log_softmax(-1)
+        distances = divergence(logprobs[known], right)
+        return torch.zeros(len(tokens), device=distances.device).masked_scatter(known, distances)
 
     return compare

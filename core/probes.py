@@ -23,8 +23,7 @@ from torch import Tensor
 
 from algorithms.tokens import sums
 from core import distributed
-from core.batching import Batch, MicroBatch, to_tokens
-from core.canary import score_here
+from core.batching import Batch, cut, to_tokens
 from core.chat_template import RAW, render
 from core.config import Config, needs
 from core.context import Agent
@@ -187,18 +186,21 @@ def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[st
     return found
 
 
+@torch.no_grad()
 def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
     """The fraction of the tokens of NUM_GREEDY greedy answers that the trainer finds another token
     likelier than, by more than rounding."""
     batch = to_tokens([r for r in rollouts if r.turns][:NUM_GREEDY])
     rounding = 0.5 if policy.dtype.itemsize < 4 or policy.quantized else 0.05
-
-    def behind(own: Policy, micro: MicroBatch, hidden: Tensor, *_: Any) -> dict[str, Tensor]:
-        logits = own.to_logits(hidden[micro.predictors]).float()
-        return {"logprobs": logits.max(-1).values - logits.gather(1, micro.targets[:, None])[:, 0]}
-
-    nats = score_here(policy, batch.sequences, len(batch), 1.0, behind)
-    return {"gap/greedy": (nats > rounding).double().mean().item()} if len(batch) else {}
+    behind = 0
+    for micro in cut(
+        batch.sequences, policy.micro_batch_tokens, policy.device, policy.shares_prefixes
+    ):
+        hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
+        logits = policy.to_logits(hidden[micro.predictors]).float()
+        nats = logits.max(-1).values - logits.gather(1, micro.targets[:, None])[:, 0]
+        behind += int((nats > rounding).sum())
+    return {"gap/greedy": behind / len(batch)} if len(batch) else {}
 
 
 def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, Any]:

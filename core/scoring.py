@@ -1,45 +1,15 @@
 """The afternoon, 7 of 9. How likely is each sampled token? Its log-prob, and a value before it.
 
-    hidden states [U, D]  ── read_out ──▶  logprobs, entropy, values [n], by name
-
-core/feedback.py reads more out of the hidden states.
+token ids [Q, T]  ──▶  hidden states [U, D]  ──▶  logprobs, entropy, values [n], by name
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from algorithms.token_logprobs import Compare, token_logprobs
-from core import distributed
+from algorithms.token_logprobs import token_logprobs
+from core import distributed, feedback
 from core.batching import Batch, MicroBatch, micro_batches
 from core.policy import Policy
-
-
-def read_out(
-    policy: Policy,
-    micro: MicroBatch,
-    hidden: Tensor,
-    temperature: float,
-    entropy_grad: bool = False,
-    compare: Compare | None = None,
-) -> dict[str, Tensor]:
-    """`logprobs`, `entropy`, `varentropy` and, with a value head, `values` of the n tokens: [n].
-
-    `hidden` [U, D]: what the last layer turns into logits. Tokens with the same beginning may share
-    one of these states; `micro.predictors` [n] says which one predicts which token. Log-probs
-    and values have gradients, the entropy only with `entropy_grad`. `compare` (`token_logprobs`)
-    adds `compared` [n].
-    """
-    found = token_logprobs(
-        hidden, micro.predictors, micro.targets, policy.to_logits, temperature,
-        policy.logits_chunk, micro.kept_ids, entropy_grad, compare,
-    )  # fmt: skip
-    outputs = dict(zip(("logprobs", "entropy", "varentropy", "compared"), found, strict=False))
-    if policy.value_head is not None:
-        values = policy.value_head(hidden.float()).squeeze(-1)  # [U]
-        outputs["values"] = values[micro.predictors]
-    return outputs
 
 
 def predict(
@@ -47,11 +17,26 @@ def predict(
     micro: MicroBatch,
     temperature: float,
     entropy_grad: bool = False,
-    read: Callable[..., dict[str, Tensor]] = read_out,
+    divergence: feedback.Divergence | None = None,
 ) -> dict[str, Tensor]:
-    """What `read` makes of the hidden states of a micro-batch; by default see `read_out`."""
+    """`logprobs`, `entropy`, `varentropy` and, with a value head, `values` of the n tokens: [n].
+
+    Tokens with the same beginning may share one of the U hidden states, which the last layer turns
+    into logits; `micro.predictors` [n] says which one predicts which token. Log-probs and values
+    have gradients, the entropy only with `entropy_grad`. `divergence`: of an algorithm that learns
+    from feedback; adds what it is from the teacher (core/feedback.py), unless no turn has one.
+    """
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)  # [U, D]
-    return read(policy, micro, hidden, temperature, entropy_grad)
+    compare = divergence and feedback.teacher(divergence, policy, micro, temperature)
+    vectors = token_logprobs(
+        hidden, micro.predictors, micro.targets, policy.to_logits, temperature,
+        policy.logits_chunk, micro.kept_ids, entropy_grad, compare,
+    )  # fmt: skip
+    outputs = dict(zip(("logprobs", "entropy", "varentropy", "divergence"), vectors, strict=False))
+    if policy.value_head is not None:
+        values = policy.value_head(hidden.float()).squeeze(-1)  # [U]
+        outputs["values"] = values[micro.predictors]
+    return outputs
 
 
 @torch.no_grad()

@@ -12,11 +12,12 @@ from test_float64_step import draw_rollouts, folder, models, states  # noqa: F40
 
 import train
 from algorithms.variants import sdpo
-from core import config, feedback
+from core import config
 from core.batching import micro_batches, to_tokens
 from core.chat_template import prompt_ids
 from core.episodes import RolloutCollector
 from core.policy import Policy
+from core.scoring import predict
 from core.tasks import Task
 from core.types import Rollout, Turn
 from environments.base import EVAL_SEEDS, Env, Step
@@ -130,12 +131,11 @@ def test_the_teacher_chooses_among_the_ids_that_were_kept(policy):
     ]
     batch = to_tokens([Rollout("e", "player", 0, 0, turns=[turn]) for turn in turns])
     [micro] = micro_batches(policy, batch)
-    hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
 
     def number_of_ids(logprobs, teacher):
         return (teacher > -1e9).sum(-1).float()
 
-    found = feedback.read_out(number_of_ids, policy, micro, hidden, 1.0, False)
+    found = predict(policy, micro, 1.0, divergence=number_of_ids)
     assert found["divergence"][micro.numbers.argsort()].tolist() == [0, 0, 3]
 
 

@@ -5,20 +5,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
-from core import diagnostics, distributed, feedback, memory, probes, scoring
+from core import diagnostics, distributed, memory, probes
 from core.algorithm import Algorithm
 from core.batching import Batch
 from core.canary import Canary
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.faults import EpisodesFailed, Fault, NoServer, Stopped
+from core.feedback import Divergence
 from core.files import checkpoint
 from core.files.run_folder import again
 from core.files.run_log import METRICS, RunLog, read_records
@@ -75,12 +74,10 @@ class Run:
     def __post_init__(self) -> None:
         self.first_update = max(1, self.next_update)
 
-    @cached_property
-    def read_out(self) -> Callable[..., dict[str, Tensor]]:
-        """What is read out of the hidden states of a micro-batch, for `compute_loss`."""
-        if "feedback" in needs(self.cfg):
-            return partial(feedback.read_out, self.cfg.options.divergence)
-        return scoring.read_out
+    @property
+    def divergence(self) -> Divergence | None:
+        """From the teacher, of an algorithm that needs feedback."""
+        return self.cfg.options.divergence if "feedback" in needs(self.cfg) else None
 
     @property
     def next_update(self) -> int:
