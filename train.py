@@ -79,13 +79,13 @@ def main(cfg: Config) -> int:
             add_advantages(batch, algorithm.compute_advantages(batch, cfg.options))
 
             # 3. A gradient step on all of them; off: several, --num-epochs times --num-minibatches
-            for minibatch in minibatches(cfg, len(trained), update):
+            for epoch, rollouts in minibatches(cfg, len(trained), update):
                 # the loss of a step is a sum over tokens, weighted by default by 1 / their number,
                 # so the gradients of its micro-batches add up to the gradient of the step
                 batch.token_weights = token_weights(
-                    batch, minibatch.rollouts, cfg.options.aggregation, cfg.max_tokens
+                    batch, rollouts, cfg.options.aggregation, cfg.max_tokens
                 )
-                for micro in micro_batches(policy, batch, minibatch.rollouts):
+                for micro in micro_batches(policy, batch, rollouts):
                     tokens = forward(run, batch, micro)  # [n]: log π, and all of the above
                     loss, metrics = algorithm.compute_loss(tokens, cfg.options)
                     loss = loss + regularizers(run, tokens)  # off: --kl-coef, --entropy-coef
@@ -93,7 +93,7 @@ def main(cfg: Config) -> int:
                     optimizer.backward(loss, tokens.outputs)
                     stats.add(tokens, loss, metrics)
                 optimizer.sum_gradients()  # off: over the processes of torchrun
-                stats.end_minibatch(minibatch.epoch)
+                stats.end_minibatch(epoch)
                 if not run.scores_first:  # one step: π_old comes from its own pass
                     batch.sum_over_ranks("old_logprobs")  # off: torchrun
                 if 0 < cfg.options.target_kl < stats.approx_kl:  # off: --ppo.target-kl

@@ -52,12 +52,6 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def is_prefix_of(self, prompt: list[int]) -> bool:
-        """Whether `prompt` begins with this whole sequence."""
-        end = len(self.token_ids)
-        # the comparison of one token is cheap, and mostly decides
-        return prompt[end - 1 : end] == self.token_ids[-1:] and prompt[:end] == self.token_ids
-
     def extend(self, context: list[int], turn: Turn, first: int) -> None:
         """Appends tokens that were not sampled, and a completion, numbered from `first`."""
         sampled = turn.completion_ids
@@ -111,20 +105,11 @@ class MicroBatch:
 
     sequences: list[Sequence]
     input_ids: Tensor  # [Q, T] int64
-    nodes: Tensor  # [Q, T] int64: place of each token's hidden state among the U computed ones
     tree: PrefixTree | None  # what is computed in place of `input_ids`
     numbers: Tensor  # [n] int64, on the CPU: of the sampled tokens
     predictors: Tensor  # [n] int64: for each sampled token the hidden state that predicts it
     targets: Tensor  # [n] int64: the ids of the sampled tokens
     kept_ids: list[list[int] | None] | None  # [n]: Completion.kept_ids of each; None: all ids
-
-
-@dataclass
-class Minibatch:
-    """What one gradient step trains on: rollouts, by their place in the batch."""
-
-    epoch: int
-    rollouts: list[int]
 
 
 def to_tokens(rollouts: list[Rollout]) -> Batch:
@@ -134,7 +119,8 @@ def to_tokens(rollouts: list[Rollout]) -> Batch:
         begun = list[Sequence]()
         for k, turn in enumerate(rollout.turns):
             prompt, first, count = turn.prompt_ids, len(table["rollout"]), len(turn.completion_ids)
-            current = max((s for s in begun if s.is_prefix_of(prompt)), key=len, default=None)
+            begins = (s for s in begun if prompt[: len(s)] == s.token_ids)
+            current = max(begins, key=len, default=None)
             if current is None:
                 begun.append(current := Sequence(r))
             current.extend(prompt[len(current) :], turn, first)
@@ -186,10 +172,7 @@ def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> N
 
     Further tensors [S] are for `compute_loss`, numbers for the log. Raises UsageError.
     """
-    found = found if isinstance(found, dict) else {"advantages": found}
-    if not isinstance(found.get("advantages"), Tensor):
-        raise UsageError("compute_advantages must return the advantages, a tensor [S], or a "
-                         'dict {"advantages": .., ..}')  # fmt: skip
+    found = {"advantages": None} | (found if isinstance(found, dict) else {"advantages": found})
     for name, value in found.items():
         if name in RESERVED:
             raise UsageError(f"compute_advantages: {name} is a vector of the loop: rename yours")
@@ -202,8 +185,7 @@ def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> N
                 "with a number for each sampled token (algorithms/README.md)"
             )
         else:
-            is_float = value.is_floating_point()
-            batch.add({name: value.type_as(batch.env_rewards) if is_float else value})
+            batch.add({name: value.float() if value.is_floating_point() else value})
 
 
 def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> Batch:
@@ -214,11 +196,13 @@ def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> Batch:
     return to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
 
 
-def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[Minibatch]:
-    """The gradient steps of an update; an epoch splits all rollouts at random.
+def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[tuple[int, list[int]]]:
+    """Of each gradient step of an update, the epoch and the rollouts, by their place in the batch.
+
+    An epoch splits all rollouts at random.
 
     >>> list(minibatches(Config(num_epochs=2), 4, update=1))
-    [Minibatch(epoch=0, rollouts=[0, 1, 2, 3]), Minibatch(epoch=1, rollouts=[0, 1, 2, 3])]
+    [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
     """
     rng = random.Random(derive_seed(cfg.seed, MINIBATCHES, update))
     count = min(cfg.num_minibatches, num_rollouts)
@@ -228,7 +212,7 @@ def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[Minibat
         if count > 1:
             rng.shuffle(rollouts)
         for start, end in itertools.pairwise(edges):
-            yield Minibatch(epoch, sorted(rollouts[start:end]))
+            yield epoch, sorted(rollouts[start:end])
 
 
 def micro_batches(
@@ -241,9 +225,9 @@ def micro_batches(
     which by default need no backward pass.
     """
     chosen = set(range(len(batch.rollouts)) if rollouts is None else rollouts)
-    learns = set[int](chosen)
+    learns = chosen
     if "advantages" in batch:
-        learns &= set(batch.rollout[batch.advantages != 0].tolist())
+        learns = chosen & set(batch.rollout[batch.advantages != 0].tolist())
     for some in (learns, chosen - learns):
         mine = distributed.shard([s for s in batch.sequences if s.rollout in some], len)
         yield from cut(mine, policy.micro_batch_tokens, policy.device, policy.shares_prefixes)
@@ -276,16 +260,15 @@ def _micro(
     numbers = pad_sequence(
         [torch.tensor(s.numbers) for s in sequences], batch_first=True, padding_value=-1
     )
+    # [Q, T]: the place of each token's hidden state among the U that are computed
     nodes = tree.nodes if tree else torch.arange(ids.numel()).view(ids.shape)
     # the causal shift: the state at t predicts the token at t+1
     rows, at = (numbers[:, 1:] >= 0).nonzero(as_tuple=True)  # [n] and [n]
-    turns = [turn for sequence in sequences for turn in sequence.turns]  # in the order of tokens
     kept = list[list[int] | None]()
-    for turn in turns:
+    for turn in (turn for sequence in sequences for turn in sequence.turns):  # as the tokens are
         kept += turn.kept_ids or [None] * len(turn.completion_ids)
     return MicroBatch(
-        sequences=sequences, input_ids=ids.to(device), nodes=nodes.to(device),
-        tree=tree and tree.to(device), numbers=numbers[rows, at + 1],
-        predictors=nodes[rows, at].to(device), targets=ids[rows, at + 1].to(device),
-        kept_ids=kept if any(kept) else None,
+        sequences=sequences, input_ids=ids.to(device), tree=tree and tree.to(device),
+        numbers=numbers[rows, at + 1], predictors=nodes[rows, at].to(device),
+        targets=ids[rows, at + 1].to(device), kept_ids=kept if any(kept) else None,
     )  # fmt: skip

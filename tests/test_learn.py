@@ -110,9 +110,9 @@ def test_each_gradient_step_is_that_of_its_own_rollouts(qwen3_folder):
     drawn = [*train.minibatches(cfg, 4, 1)]
     with patch.object(train, "micro_batches", wraps=train.micro_batches) as cut:
         steps, _ = gradients_of_update(cfg, policy, rollouts)
-    assert [call.args[2] for call in cut.call_args_list] == [m.rollouts for m in drawn]
-    for gradient, minibatch in zip(steps, drawn, strict=True):
-        own = [rollouts[i] for i in minibatch.rollouts]
+    assert [call.args[2] for call in cut.call_args_list] == [rows for _, rows in drawn]
+    for gradient, (_, rows) in zip(steps, drawn, strict=True):
+        own = [rollouts[i] for i in rows]
         [alone], _ = gradients_of_update(replace(cfg, num_minibatches=1), policy, own)
         assert (gradient - alone).abs().max() < 1e-5 * alone.abs().max()
 
