@@ -43,8 +43,7 @@ def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]
 
     Leaves out each parameter that vLLM computes, pads with other numbers, or has in another dtype,
     and all if the loader reads numbers. The second result is the names of the weights that vLLM
-    has to load into those. Raises RuntimeError, naming it, for a parameter without a weight and for
-    a weight without a parameter. Changes neither model.
+    has to load into those. Changes neither model.
     """
     weights = base_weights(model)
     try:
@@ -54,19 +53,15 @@ def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]
     views: dict[str, dict[str, View]] = {}
     unused, to_load = set(weights), set()
     for name, parameter in engine_model.named_parameters():
-        copies = trace.copies.get(name, [])
-        if not copies and name not in trace.computed:
-            raise RuntimeError(f"vLLM loads no weight into {name}")
+        copies = trace.copies[name]
         found = None if name in trace.computed else _views(parameter, copies, weights)
-        num_copied = sum(prod(copy.target.shape) for copy in copies)
-        padded = name in trace.zeroed and num_copied < parameter.numel()
-        if found and found.keys() <= unused and (padded or num_copied == parameter.numel()):
+        padding = parameter.numel() - sum(prod(copy.target.shape) for copy in copies)
+        is_filled = padding == 0 or (padding > 0 and name in trace.zeroed)
+        if found and found.keys() <= unused and is_filled:
             views[name] = found
             unused -= found.keys()
         else:
             to_load |= {copy.weight for copy in copies}
-    if unused and len(views) == len(list(engine_model.named_parameters())):
-        raise RuntimeError(f"vLLM does not load the weight {min(unused)}")
     return views, to_load | unused
 
 

@@ -113,7 +113,6 @@ class NanoLLM(Sampler):
         self.engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
         self.lora_request: Any = None
         self.slots: list[weight_sharing.AdapterSlot] = []
-        self.shared: dict[str, torch.Tensor] = {}  # the weights, by vLLM's names
         self.running: dict[str, Request] = {}
         self.numbers = itertools.count()  # of the requests
         # with Model Runner V2, for dense models on GPUs, vLLM draws from the seed of each request
@@ -125,7 +124,7 @@ class NanoLLM(Sampler):
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         try:
             if obstacle := why_not_shareable(policy, with_kept_ids):
-                raise UsageError(obstacle)
+                raise UsageError(f"{obstacle}, or use --sampler torch")
             with preserve_process_state(**ENVIRONMENT):
                 self._start(gpu_memory_utilization, reserved_bytes, num_rollouts)
             self._compare()
@@ -261,7 +260,6 @@ class NanoLLM(Sampler):
         elif "vllm.distributed.parallel_state" in sys.modules:  # the start of the engine failed
             sys.modules["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory()
         self.engine, self.slots = None, []
-        self.shared.clear()  # vLLM keeps our loader
         free_cached_memory()
 
     def _start(self, utilization: float, reserved_bytes: int, num_rollouts: int) -> None:
@@ -275,7 +273,7 @@ class NanoLLM(Sampler):
         os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
         arguments = _engine_arguments(policy, utilization, reserved_bytes, num_rollouts)
         arguments.return_sampling_mask = self.with_kept_ids
-        self.shared = weight_sharing.register_loader(policy.causal_lm)
+        weight_sharing.register_loader(policy.causal_lm)
         with (
             patches.pool_of_the_cache_alone(),
             patches.size_of_the_cache(PLENTY, partial(_cache_bytes, policy, num_rollouts)),
@@ -283,8 +281,6 @@ class NanoLLM(Sampler):
         ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         self.draws_by_seed = self.engine.vllm_config.use_v2_model_runner
-        [engine_model] = self.engine.apply_model(lambda model: model)
-        weight_sharing.check_bound(engine_model, self.shared)
         if policy.lora_rank:
             request = self.lora_request = LoRARequest("policy", 1, "a folder that is not read")
             # adapters of zeros, for which vLLM reads no files; `sync` writes into the slots
@@ -292,6 +288,7 @@ class NanoLLM(Sampler):
                 lambda worker: worker.model_runner.lora_manager.add_dummy_lora(request, rank=1)
             )
             self.engine.add_lora(request)
+            [engine_model] = self.engine.apply_model(lambda model: model)
             self.slots = weight_sharing.adapter_slots(policy.causal_lm, engine_model)
 
     def _compare(self) -> None:
@@ -312,19 +309,16 @@ class NanoLLM(Sampler):
 
 def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
     """Says why vLLM cannot sample from this policy's weights, in one line; "" if it can."""
-    alternative = "or use --sampler torch"
     if not is_installed("vllm"):
-        return f'vLLM is not installed: pip install -e ".[vllm]", {alternative}'
-    config, model_class = policy.causal_lm.config, type(policy.causal_lm).__name__
+        return 'vLLM is not installed: pip install -e ".[vllm]"'
+    config = policy.causal_lm.config
     if config.get_text_config() is not config:
-        return (f"--sampler vllm supports no multimodal models such as {model_class}: "
-                f"take a text model, {alternative}")  # fmt: skip
+        return f"vLLM cannot share multimodal models ({config.model_type}): take a text model"
     if policy.quantized or "quantization_config" in config.to_dict():
-        return ("vLLM cannot share quantized weights: leave --quantize out, take a model that is "
-                f"not quantized, {alternative}")  # fmt: skip
+        return "vLLM cannot share quantized weights: leave --quantize out, take another model"
     others = r"lora_(?![AB]\.\w+\.weight$)|modules_to_save|trainable_tokens"  # PEFT's names
     if unknown := [name for name in policy.trainable() if re.search(others, name)]:
-        return f"vLLM takes only A and B of LoRA adapters, not {unknown[0]}: take --sampler torch"
+        return f"vLLM takes only A and B of LoRA adapters, not {unknown[0]}: train new adapters"
     if policy.device.index:
         return ("vLLM uses the first visible GPU: set the environment variable "
                 f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
@@ -333,11 +327,9 @@ def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
 
         vllm_device = current_platform.device_type or "another platform"
     if vllm_device != policy.device.type:
-        return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
-                f"change --device, {alternative}")  # fmt: skip
+        return f"the installed vLLM is for {vllm_device}, not {policy.device.type}: change --device"
     if with_kept_ids and vllm_device != "cuda":  # its model runner for CPUs (V1) has no such thing
-        return ("--top-k and --top-p with --sampler vllm need a GPU, where vLLM returns the tokens "
-                f"that they kept: leave them out, {alternative}")  # fmt: skip
+        return "vLLM returns what --top-k and --top-p keep on a GPU only: leave them out"
     return ""
 
 

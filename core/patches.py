@@ -28,21 +28,14 @@ class DecoderOutput(BaseModelOutputWithPast):
 # transformers
 
 
-@contextmanager
-def decoder_that_returns(decoder: Any, hidden: Tensor) -> Iterator[None]:
+def decoder_that_returns(decoder: Any, hidden: Tensor) -> AbstractContextManager[Any]:
     """Inside, the decoder of a causal LM computes nothing and returns `hidden`, [1, n, D].
 
     So the model's own forward makes logits of hidden states that exist already. It can go once
     every family has a method for what it does between the two, such as a scale or a cap.
     """
-    own = decoder.__dict__.get("forward")
-    decoder.forward = lambda *args, **kwargs: DecoderOutput(last_hidden_state=hidden)
-    try:
-        yield
-    finally:
-        del decoder.forward
-        if own is not None:
-            decoder.forward = own
+    output = DecoderOutput(last_hidden_state=hidden)
+    return patch.object(decoder, "forward", lambda *args, **kwargs: output)
 
 
 def checkpoint_without_dropout(layer: Any) -> None:
@@ -54,11 +47,8 @@ def checkpoint_without_dropout(layer: Any) -> None:
 
     def compute(forward: Callable[..., Any], *args: Any) -> Any:
         def without_dropout(*inputs: Any) -> Any:
-            layer.training = False
-            try:
+            with patch.object(layer, "training", False):
                 return forward(*inputs)
-            finally:
-                layer.training = True
 
         return checkpoint(without_dropout, *args, use_reentrant=False)
 
@@ -68,8 +58,7 @@ def checkpoint_without_dropout(layer: Any) -> None:
 # vLLM, while it starts
 
 
-@contextmanager
-def pool_of_the_cache_alone() -> Iterator[None]:
+def pool_of_the_cache_alone() -> AbstractContextManager[Any]:
     """vLLM's memory pool gets the KV cache only.
 
     Otherwise all tensors that vLLM allocates for its model are in it: sleep(level=1) would free
@@ -83,12 +72,12 @@ def pool_of_the_cache_alone() -> Iterator[None]:
     def pool_of_cache(allocator: Any, tag: str | None = None) -> AbstractContextManager[Any]:
         return use_memory_pool(allocator, tag) if tag == "kv_cache" else nullcontext()
 
-    with patch.object(CuMemAllocator, "use_memory_pool", pool_of_cache):
-        yield
+    return patch.object(CuMemAllocator, "use_memory_pool", pool_of_cache)
 
 
-@contextmanager
-def size_of_the_cache(plenty: int, size: Callable[[Any, Any, int], int]) -> Iterator[None]:
+def size_of_the_cache(
+    plenty: int, size: Callable[[Any, Any, int], int]
+) -> AbstractContextManager[Any]:
     """The KV cache gets as many bytes as `size` returns.
 
     Otherwise it takes all free memory, which takes a GPU longer to map at every wake-up. `size`
@@ -106,8 +95,7 @@ def size_of_the_cache(plenty: int, size: Callable[[Any, Any, int], int]) -> Iter
         num_bytes = size(vllm_config, plan, available[0])
         return get_kv_cache_configs(vllm_config, specs, [num_bytes], *groups)
 
-    with patch.object(core_module, "get_kv_cache_configs", configs_that_fit):
-        yield
+    return patch.object(core_module, "get_kv_cache_configs", configs_that_fit)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def share_weights(model: Any, engine_model: Any) -> dict[str, Tensor]:
     What vLLM fuses, pads or transposes becomes a new tensor in vLLM's layout, of which the Hugging
     Face parameters are views. LoRA adapters are left out. Parameters that are no such views get
     memory of their own, and vLLM's loader fills them. Raises RuntimeError, before it changes
-    anything, as `find_views` does, and if weights are trained that vLLM would have copies of.
+    anything, if weights are trained that vLLM would have copies of.
     """
     weights, shared = base_weights(model), {}
     all_views, to_load = find_views(model, engine_model)
@@ -66,15 +66,11 @@ def share_weights(model: Any, engine_model: Any) -> dict[str, Tensor]:
     return shared
 
 
-def register_loader(model: Any) -> dict[str, Tensor]:
-    """Registers a vLLM weight loader, LOAD_FORMAT, that shares the weights of a Hugging Face model.
-
-    Returns the shared tensors by vLLM's names, which are there once vLLM has loaded its model.
-    """
+def register_loader(model: Any) -> None:
+    """Registers a vLLM weight loader, LOAD_FORMAT, that shares the weights of a Hugging Face
+    model."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    shared: dict[str, Tensor] = {}
 
     class SharedWeightsLoader(BaseModelLoader):
         def download_model(self, model_config: "ModelConfig") -> None:
@@ -93,18 +89,9 @@ def register_loader(model: Any) -> dict[str, Tensor]:
             if trained and model_config.use_mla:
                 # its W_UK and W_UV are products of the weights at its start
                 raise RuntimeError("it would not see optimizer steps in its latent attention (MLA)")
-            shared.update(share_weights(model, engine_model))
+            share_weights(model, engine_model)
 
     register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
-    return shared
-
-
-def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Raises RuntimeError if a parameter of vLLM's model is not the shared tensor of its name."""
-    for name, parameter in engine_model.named_parameters():
-        tensor = shared.get(name.replace(".base_layer.", "."))
-        if tensor is not None and parameter.data_ptr() != tensor.data_ptr():
-            raise RuntimeError(f"vLLM has a copy of {name} instead of the weight itself")
 
 
 class AdapterSlot(NamedTuple):
