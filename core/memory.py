@@ -54,13 +54,8 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
     rollouts = -(-cfg.num_prompts * cfg.group_size // cfg.num_minibatches) if cfg.num_updates else 1
     rollouts = max(rollouts, cfg.sft_batch_size if cfg.sft_steps else 1)
     asked = cfg.max_tokens_per_micro_batch or most
-    policy.micro_batch_tokens = min(asked, rollouts * longest_episode(policy, cfg))
+    policy.micro_batch_tokens = min(asked, rollouts * policy.max_length)
     return lines if kind == "cuda" else []
-
-
-def longest_episode(policy: Policy, cfg: Config) -> int:
-    """Tokens that an episode may have."""
-    return min(cfg.max_model_len, policy.max_length)
 
 
 def probe_peak_memory(
@@ -73,35 +68,29 @@ def probe_peak_memory(
     """
     if policy.device.type not in RAISES or not cfg.num_updates + cfg.sft_steps:
         return
-    longest = longest_episode(policy, cfg)
+    vocab_size = policy.causal_lm.config.get_text_config().vocab_size
     while True:
+        reason = ""
         try:
-            _largest_pass(policy, optimizer, longest)
-            break
+            batch = largest_batch(policy.max_length, policy.micro_batch_tokens, vocab_size)
+            for micro in micro_batches(policy, batch):
+                optimizer.backward(predict(policy, micro, 1.0)["logprobs"].mean())
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
             reason = _reason(error)
         # outside the except clause, whose traceback keeps the tensors of the pass alive
         optimizer.zero_grad()
+        if not reason:
+            return
         gc.collect()
         torch.cuda.empty_cache()
-        say(f"out of memory with {_reduce_memory(policy, longest, reason)}")
-    optimizer.zero_grad()
+        say(f"out of memory with {_reduce_memory(policy, reason)}")
 
 
-def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int) -> None:
-    vocab_size = policy.causal_lm.config.get_text_config().vocab_size
-    for micro in micro_batches(
-        policy, largest_batch(longest, policy.micro_batch_tokens, vocab_size)
-    ):
-        logprobs = predict(policy, micro, 1.0)["logprobs"]
-        optimizer.backward(logprobs.mean())
-
-
-def _reduce_memory(policy: Policy, longest: int, reason: str) -> str:
+def _reduce_memory(policy: Policy, reason: str) -> str:
     """Makes the next pass smaller. Returns what was too much and what is tried next."""
-    budget = policy.micro_batch_tokens
+    budget, longest = policy.micro_batch_tokens, policy.max_length
     if budget > longest:
         policy.micro_batch_tokens = max(longest, budget // 2)
         return f"micro-batches of {budget} tokens: trying {policy.micro_batch_tokens}"

@@ -34,20 +34,20 @@ from core.policy import Policy
 FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of float16; steps
 
 
-def fused_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+def fused_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """PyTorch's AdamW. Its moments exist from the start, before vLLM takes the memory."""
-    adamw = torch.optim.AdamW(groups, fused=True, **options)
+    adamw = torch.optim.AdamW(groups, fused=True, weight_decay=0.0)
     for p in (p for group in groups for p in group["params"]):
         zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         adamw.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
     return adamw
 
 
-def adamw_8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+def adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """AdamW8bit of bitsandbytes, an optional package. Its moments exist from the start, too."""
     from bitsandbytes.optim import AdamW8bit
 
-    adamw = AdamW8bit(groups, **options)
+    adamw = AdamW8bit(groups, weight_decay=0.0)
     for number, group in enumerate(adamw.param_groups):
         for place, p in enumerate(group["params"]):
             adamw.init_state(group, p, number, place)
@@ -55,20 +55,21 @@ def adamw_8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Opti
 
 
 class MasterAdamW:
-    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
+    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights. There
+    is no weight decay.
 
     `make_adamw` makes the optimizer of the masters.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], loss_scale: float = 1.0,
-        make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw, **options: Any,
+        make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw,
     ):  # fmt: skip
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
         groups = [{**g, "params": [*map(self._master, g["params"])]} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
-        self.adamw = make_adamw(groups, **options)
+        self.adamw = make_adamw(groups)
         self.scales_loss = loss_scale != 1
         self.loss_scale, self.steps_at_scale = loss_scale, 0
 
@@ -160,16 +161,13 @@ class MasterAdamW:
         if stepped:
             self.step()
         if self.scales_loss and finite_loss:
-            self._adapt_loss_scale(overflow=not finite)
+            self.steps_at_scale += 1
+            if not finite:
+                self.loss_scale, self.steps_at_scale = max(MIN_SCALE, self.loss_scale / 2), 0
+            elif self.steps_at_scale == GROWTH_INTERVAL:
+                self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
         self.zero_grad()
         return norm, stepped
-
-    def _adapt_loss_scale(self, overflow: bool) -> None:
-        self.steps_at_scale += 1
-        if overflow:
-            self.loss_scale, self.steps_at_scale = max(MIN_SCALE, self.loss_scale / 2), 0
-        elif self.steps_at_scale == GROWTH_INTERVAL:
-            self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients beside the weights, which exist only during training."""
@@ -212,20 +210,20 @@ def dtype_of_master(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0, **options: Any) -> MasterAdamW:
-    """AdamW without weight decay over all that `policy` trains; `value_lr` 0: `lr` for the head.
-
-    `options`: those of MasterAdamW.
-    """
-    head = [] if policy.value_head is None else list(policy.value_head.parameters())
-    rest = [p for p in policy.model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]
-    if head:
-        groups.append({"params": head, "lr": value_lr or lr})
-    for group in groups:
-        group["initial_lr"] = group["lr"]
+def make_optimizer(
+    policy: Policy,
+    lr: float,
+    value_lr: float = 0.0,
+    make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw,
+) -> MasterAdamW:
+    """An optimizer of all that `policy` trains; `value_lr` 0: `lr` for the head."""
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained, "lr": lr, "initial_lr": lr}]
+    if policy.value_head is not None:
+        head, value_lr = [*policy.value_head.parameters()], value_lr or lr
+        groups.append({"params": head, "lr": value_lr, "initial_lr": value_lr})
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
-    return MasterAdamW(groups, loss_scale, weight_decay=0.0, **options)
+    return MasterAdamW(groups, loss_scale, make_adamw)
 
 
 def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
@@ -237,4 +235,4 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
         raise UsageError("--optimizer adamw8bit: bitsandbytes has no 8-bit step for MPS; add "
                          "--device cpu")  # fmt: skip
     make_adamw = adamw_8bit if cfg.optimizer == "adamw8bit" else fused_adamw
-    return make_optimizer(policy, cfg.lr, cfg.options.value_lr, make_adamw=make_adamw)
+    return make_optimizer(policy, cfg.lr, cfg.options.value_lr, make_adamw)

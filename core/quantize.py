@@ -16,7 +16,6 @@ keep their dtype. The base is never trained, so a resumed run quantizes it to th
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 
@@ -40,11 +39,3 @@ def load_in_4_bits(
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
     return loaded
-
-
-def num_bytes(parameter: nn.Parameter) -> int:
-    """Bytes of a parameter, with its scales if it is quantized."""
-    state = getattr(parameter, "quant_state", None)
-    if state is None:
-        return parameter.nbytes
-    return parameter.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes

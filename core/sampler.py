@@ -187,7 +187,7 @@ class TorchSampler(Sampler):
         if not self.batch:
             self._admit()
         if self.batch:
-            self._end(*self._draw())
+            self._end(self._draw())
         if self.batch:
             self._regroup()
 
@@ -204,7 +204,7 @@ class TorchSampler(Sampler):
             longest = max(partial.limit for partial in self.batch)
             self.cache = prefill(self.policy, [list(prompt) for prompt in row_of], longest)
 
-    def _draw(self) -> tuple[list[int], list[float], Iterable[list[int] | None]]:
+    def _draw(self) -> Iterable[tuple[int, float, list[int] | None]]:
         """The next token of each completion, its log-prob, and the ids that could be drawn."""
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
@@ -216,22 +216,17 @@ class TorchSampler(Sampler):
         if params.drops_tokens:
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()
             kept = (row.nonzero().squeeze(1).tolist() for row in likely)
-        return drawn.tolist(), logprobs.tolist(), kept
+        return zip(drawn.tolist(), logprobs.tolist(), kept, strict=True)
 
-    def _end(
-        self, drawn: list[int], logprobs: list[float], kept: Iterable[list[int] | None]
-    ) -> None:
+    def _end(self, draws: Iterable[tuple[int, float, list[int] | None]]) -> None:
         """Appends the tokens; completions that end, with a stop token or at their limit, leave."""
         going: list[_Partial] = []
-        for partial, token_id, logprob, kept_here in zip(
-            self.batch, drawn, logprobs, kept, strict=True
-        ):
-            ids = partial.token_ids
+        for partial, (token_id, logprob, kept) in zip(self.batch, draws, strict=True):
+            ids, stop = partial.token_ids, partial.request.params.stop
             ids.append(token_id)
             partial.logprobs.append(logprob)
-            if kept_here is not None:
-                partial.kept_ids.append(kept_here)
-            stop = partial.request.params.stop
+            if kept is not None:
+                partial.kept_ids.append(kept)
             has_ended = token_id in self.policy.stop_ids or ends_with(self.policy, ids, stop)
             if not has_ended and len(ids) < partial.limit:
                 going.append(partial)

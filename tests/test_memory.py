@@ -51,22 +51,27 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(qwen3_folde
         assert (ours - theirs).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("free", "asked", "at_once"), [
-    (None, None, memory.CPU_BUDGET),  # nothing is known of the memory
-    (None, 100, 100),
-    (10**12, None, memory.CPU_BUDGET),
-    (0.95e9, None, "fits"),
-    (0, None, memory.MIN_BUDGET),
+SHORT = {"num_prompts": 2, "group_size": 4, "max_model_len": 50, "max_tokens": 49}
+UNTRAINED = {"num_updates": 0, "sft_steps": 1, "sft_batch_size": 5}
+
+
+@pytest.mark.parametrize(("free", "settings", "tokens"), [
+    (None, {}, memory.CPU_BUDGET),  # nothing is known of the memory
+    (None, {"max_tokens_per_micro_batch": 100}, 100),
+    (10**12, {}, memory.CPU_BUDGET),
+    (0.95e9, {}, 6946),  # 0.25 · (950,000,000 - 2^20 - 5 · 4 · 2^25) / 10,000
+    (0, {}, memory.MIN_BUDGET),
+    # no more than the rollouts of a gradient step, of 50 tokens each
+    (None, SHORT, 8 * 50), (None, SHORT | {"num_minibatches": 3}, 3 * 50),
+    (None, SHORT | {"sft_steps": 1, "sft_batch_size": 9}, 9 * 50), (None, SHORT | UNTRAINED, 250),
 ])  # fmt: skip
-def test_micro_batches_fit_into_what_is_free(policy, monkeypatch, free, asked, at_once):
+def test_micro_batches_fit_into_what_is_free(policy, monkeypatch, free, settings, tokens):
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     monkeypatch.setattr(memory, "bytes_per_token", lambda policy: 10_000)
-    policy.max_length = 4096
-    cfg = Config(model_id="x", max_tokens_per_micro_batch=asked)
-    set_micro_batch_budget(policy, resolve(cfg), future_bytes=2**20)
-    if at_once == "fits":
-        at_once = int(0.25 * (free - 2**20 - 4 * memory.LOGIT_COPIES * 2**25) / 10_000)
-    assert policy.micro_batch_tokens == at_once
+    policy.max_length = settings.get("max_model_len", 4096)
+    cfg = resolve(Config(model_id="x", **settings))
+    set_micro_batch_budget(policy, cfg, future_bytes=2**20)
+    assert policy.micro_batch_tokens == tokens
 
 
 def scarce(monkeypatch, most):
@@ -89,29 +94,18 @@ def scarce(monkeypatch, most):
 def test_the_probe_halves_the_budget_then_recomputes_layers_and_gives_up(policy, monkeypatch):
     monkeypatch.setattr(memory, "RAISES", {"cpu"})
     sizes, said = scarce(monkeypatch, 120), []
-    optimizer = make_optimizer(policy, 0.1)
-    policy.micro_batch_tokens = 400
-    cfg = resolve(Config(max_model_len=50, max_tokens=49))
+    optimizer, cfg = make_optimizer(policy, 0.1), resolve(Config())
+    policy.micro_batch_tokens, policy.max_length = 400, 50
     memory.probe_peak_memory(cfg, policy, optimizer, said.append)
     assert policy.micro_batch_tokens == 100  # two sequences of 50
     assert sizes == [400, 200, 100] and not policy.checkpointed_layers
     assert len(said) == 2 and all("out of memory" in line for line in said)
     assert all(p.grad is None for p in optimizer.masters)
     assert (optimizer.loss_scale, optimizer.steps_at_scale) == (1.0, 0)
-    cfg = resolve(Config(max_model_len=200, max_tokens=199))
+    policy.max_length = 200
     with pytest.raises(OutOfMemory, match=r"one sequence of 200 tokens.*--max-tokens"):
         memory.probe_peak_memory(cfg, policy, optimizer, said.append)
     assert policy.checkpointed_layers and sizes[3:] == [200, 200]
-
-
-@pytest.mark.parametrize(("settings", "largest"), [
-    ({}, 8), ({"num_minibatches": 3}, 3), ({"sft_steps": 1, "sft_batch_size": 9}, 9),
-    ({"num_updates": 0, "sft_steps": 1, "sft_batch_size": 5}, 5),
-])  # fmt: skip
-def test_the_largest_micro_batch_has_the_rollouts_of_a_gradient_step(policy, settings, largest):
-    small = {"num_prompts": 2, "group_size": 4, "max_model_len": 50, "max_tokens": 49}
-    set_micro_batch_budget(policy, resolve(Config(**small | settings)), future_bytes=0)
-    assert policy.micro_batch_tokens == largest * 50
 
 
 SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-prompts 2

@@ -22,36 +22,30 @@ from core.optimizer import (
     optimizer_for,
 )
 
-LR = 1e-6
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs picorl[quantize]"
 )
 KINDS = [fused_adamw, pytest.param(adamw_8bit, marks=needs_bitsandbytes)]
 
 
-def weights_and_gradients(dtype):
-    """Weights as small as those of language models; gradients of 1 or -1."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter((torch.randn(4096, generator=generator) * 0.02).to(dtype))
-    return weight, torch.randn(4096, generator=generator).sign()
-
-
-def steps(optimizer, weight, gradient, number):
-    for _ in range(number):
-        optimizer.backward((weight * gradient.to(weight.dtype)).sum().float())
-        optimizer.clip_and_step(max_norm=0)
+def optimizer_of(*weights, lr=0.1, **options):
+    return MasterAdamW([{"params": [*weights], "lr": lr}], **options)
 
 
 def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6():
     """100 steps of Adam, each about as large as the learning rate, reach the float32 result."""
-    weight, gradient = weights_and_gradients(torch.bfloat16)
-    start = weight.detach().float()
-    steps(MasterAdamW([{"params": [weight], "lr": LR}], weight_decay=0.0), weight, gradient, 100)
+    generator = torch.Generator().manual_seed(0)  # weights as small as those of language models
+    weight = nn.Parameter((torch.randn(4096, generator=generator) * 0.02).bfloat16())
+    gradient, start = torch.randn(4096, generator=generator).sign(), weight.detach().float()
+    optimizer = optimizer_of(weight, lr=1e-6)
+    for _ in range(100):
+        optimizer.backward((weight * gradient.bfloat16()).sum().float())
+        optimizer.clip_and_step(max_norm=0)
     moved = weight.detach().float() - start
-    expected = (start - 100 * LR * gradient).bfloat16().float() - start
+    expected = (start - 100e-6 * gradient).bfloat16().float() - start
     assert (moved != 0).float().mean() > 0.4
     assert (moved - expected).abs().max() <= (start.abs() / 128).max()
-    assert (moved * -gradient).mean().item() == pytest.approx(100 * LR, rel=0.1)
+    assert (moved * -gradient).mean().item() == pytest.approx(100e-6, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,8 +53,7 @@ def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order(
     start, gradient = torch.arange(6.0).view(2, 3), torch.tensor([[1.0, -2, 0.1], [3, 5, -0.5]])
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     usual = nn.Parameter(torch.ones(1))  # in the usual order, beside the other
-    groups = [{"params": [ours, usual], "lr": 0.1}]
-    optimizer = MasterAdamW(groups, make_adamw=kind, weight_decay=0.0)
+    optimizer = optimizer_of(ours, usual, make_adamw=kind)
     adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
     place = torch.zeros(3, 2).t()
     ours.data = place.copy_(start)
@@ -75,65 +68,61 @@ def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order(
 
 
 def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
-    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([{"params": [weight], "lr": 1e-3}])
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = optimizer_of(weight)
     for scale in [1.0] + [2.0**-9] * 8:  # in bfloat16, 1 + 2**-9 rounds to 1
         (weight * scale).sum().backward()
     assert optimizer.masters[0].grad.item() == 1 + 8 * 2.0**-9
     assert weight.grad is None
 
 
+def float16_step(weight, optimizer, gradient):
+    optimizer.backward((weight.float() * gradient).sum())
+    return optimizer.clip_and_step(max_norm=0)
+
+
 def float16_weight(num=2, value=1.0):
-    weight = torch.nn.Parameter(torch.full((num,), value, dtype=torch.float16))
-    groups = [{"params": [weight], "lr": 0.1}]
-    return weight, MasterAdamW(groups, loss_scale=FIRST_SCALE, weight_decay=0.0)
+    weight = nn.Parameter(torch.full((num,), value, dtype=torch.float16))
+    return weight, optimizer_of(weight, loss_scale=FIRST_SCALE)
 
 
 def test_loss_scaling_keeps_float16_gradients_that_would_round_to_zero():
     weight, optimizer = float16_weight(8, 0.5)
-    optimizer.backward((weight.float() * 1e-8).sum())
-    norm, stepped = optimizer.clip_and_step(max_norm=0)
+    norm, stepped = float16_step(weight, optimizer, 1e-8)
     assert stepped and norm == pytest.approx(1e-8 * math.sqrt(8), rel=0.01)
     assert (weight < 0.5).all()
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale():
     weight, optimizer = float16_weight()
-    optimizer.backward((weight.float() * 100).sum())  # 100 · 65536 exceeds float16's 65504
-    norm, stepped = optimizer.clip_and_step(max_norm=0)
+    norm, stepped = float16_step(weight, optimizer, 100)  # 100 · 65536 exceeds float16's 65504
     assert not stepped and not math.isfinite(norm) and (weight == 1).all()
     assert optimizer.loss_scale == FIRST_SCALE / 2
     assert all(p.grad is None for p in optimizer.masters)
     while not stepped:  # until the scaled gradient fits
-        optimizer.backward((weight.float() * 100).sum())
-        norm, stepped = optimizer.clip_and_step(max_norm=0)
+        norm, stepped = float16_step(weight, optimizer, 100)
     assert norm == pytest.approx(100 * math.sqrt(2)) and (weight < 1).all()
     assert optimizer.loss_scale == 2.0**9  # the largest power of two below 65504 / 100
     optimizer.loss_scale = MIN_SCALE
-    optimizer.backward((weight.float() * torch.inf).sum())
-    assert optimizer.clip_and_step(max_norm=0)[1] is False
+    assert not float16_step(weight, optimizer, torch.inf)[1]
     assert optimizer.loss_scale == MIN_SCALE
 
 
 def test_the_scale_doubles_after_many_steps_and_is_a_part_of_the_state():
     weight, optimizer = float16_weight()
     optimizer.steps_at_scale = GROWTH_INTERVAL - 2
-    for expected in (FIRST_SCALE, 2 * FIRST_SCALE):
-        optimizer.backward((weight.float() * 1e-3).sum())
-        assert optimizer.clip_and_step(1.0)[1]
+    for expected in (FIRST_SCALE, 2 * FIRST_SCALE, 2 * FIRST_SCALE):
+        assert float16_step(weight, optimizer, 1e-3)[1]
         assert optimizer.loss_scale == expected
-    optimizer.backward((weight.float() * 1e-3).sum())
-    optimizer.clip_and_step(1.0)
     other = float16_weight()[1]
     other.load_state_dict(optimizer.state_dict())
-    assert (other.loss_scale, other.steps_at_scale) == (2 * FIRST_SCALE, 1)
     other.clip_and_step(1.0, finite_loss=False)  # which no scale has caused
     assert (other.loss_scale, other.steps_at_scale) == (2 * FIRST_SCALE, 1)
 
 
 def test_a_loss_that_no_output_changes_needs_no_backward_pass():
     weight = nn.Parameter(torch.ones(2))
-    optimizer, output = MasterAdamW([{"params": [weight], "lr": LR}]), weight * 2
+    optimizer, output = optimizer_of(weight), weight * 2
     optimizer.backward((output * 0).sum(), [output, None])
     assert weight.grad is None
     optimizer.backward((output * 3).sum(), [output, None])
@@ -165,20 +154,17 @@ def test_a_saved_optimizer_continues_exactly(kind, dtype):
             optimizer.set_lr(1e-3 if number < 3 else 2e-3)
             optimizer.step()
 
-    def make(weight, lr):
-        groups = [{"params": [weight], "lr": lr}]
-        return MasterAdamW(groups, make_adamw=kind, weight_decay=0.0)
-
     start = torch.randn((32, 256), generator=torch.Generator().manual_seed(9)) * 0.02
-    whole, part, resumed = (nn.Parameter(start.to(dtype, copy=True)) for _ in range(3))
-    steps(make(whole, 1e-3), range(6))
-    first, file = make(part, 1e-3), io.BytesIO()
+    whole, part = (nn.Parameter(start.to(dtype, copy=True)) for _ in range(2))
+    steps(optimizer_of(whole, make_adamw=kind), range(6))
+    first, file = optimizer_of(part, make_adamw=kind), io.BytesIO()
     steps(first, range(3))
     torch.save(first.state_dict(), file)
     file.seek(0)
-    resumed.data.copy_(part)
-    second = make(resumed, 2e-3)
+    resumed = nn.Parameter(part.detach().clone())
+    second = optimizer_of(resumed, lr=2e-3, make_adamw=kind)
     second.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    assert second.adamw.param_groups[0]["lr"] == 2e-3
     steps(second, range(3, 6))
     assert torch.equal(whole, resumed) and not torch.equal(whole, part)
 
@@ -186,7 +172,7 @@ def test_a_saved_optimizer_continues_exactly(kind, dtype):
 @needs_bitsandbytes
 def test_a_moment_of_8_bits_takes_a_byte_and_a_64th_from_the_start():
     weight = nn.Parameter(torch.ones(256, 256))
-    [moments] = adamw_8bit([{"params": [weight], "lr": LR}]).state.values()
+    [moments] = adamw_8bit([{"params": [weight], "lr": 1e-6}]).state.values()
     each = [moments[name] for name in ("state1", "absmax1", "state2", "absmax2")]
     assert sum(x.nbytes for x in each) == 2 * (1 + 4 / 256) * 256 * 256
 

@@ -16,7 +16,13 @@ import train  # noqa: E402
 from core.config import Config  # noqa: E402
 from core.loop import open as opening  # noqa: E402
 from core.policy import Policy, num_weights  # noqa: E402
-from core.quantize import num_bytes  # noqa: E402
+
+
+def num_bytes(parameter: Any) -> int:
+    """Bytes of a parameter, with its scales if it is quantized."""
+    state = getattr(parameter, "quant_state", None)
+    scales = state.absmax.nbytes + state.state2.absmax.nbytes if state else 0
+    return parameter.nbytes + scales
 
 
 def execute(args: list[str]) -> int:
