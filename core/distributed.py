@@ -12,12 +12,10 @@ machines: core/README.md.
 
 import itertools
 import os
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -148,24 +146,6 @@ def all_reduce_metrics(numbers: dict[str, float]) -> dict[str, float]:
         for name, value in part.items():
             sums[name] += value
     return sums
-
-
-def check_shared(folder: Path) -> None:
-    """Raises UsageError unless all ranks see the folder that rank 0 sees."""
-    if num_ranks() == 1:
-        return
-    mark = folder / broadcast_from_rank_0(lambda: f".seen-by-{uuid.uuid4().hex}")
-    if rank() == 0:
-        mark.touch()
-    all_gather([0])  # now it exists
-    seen = all_gather([mark.exists()])
-    if rank() == 0:
-        mark.unlink()
-    if not all(seen):
-        raise UsageError(
-            f"rank {seen.index(False)} does not see the folder {folder} of rank 0: start torchrun "
-            "on every machine in the same folder, on a disk that the machines share"
-        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ one for each episode to play.
 """
 
 import random
+import statistics
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from functools import cache
 
 from core.config import Config, flag
 from core.faults import UsageError
+from core.metrics import is_correct
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
+from core.types import Rollout
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, RunInfo, as_multi
 from environments.plumbing.registry import (
@@ -152,11 +155,17 @@ def harder(spec: EnvSpec, by: int) -> EnvSpec:
     return spec
 
 
-def next_level(envs: Sequence[EnvSpec], level: int, accuracy: float, target: float) -> int:
-    """The curriculum: one level up at an accuracy of `target`, one level down at half of it."""
-    if accuracy >= target and any(harder(e, level + 1) != harder(e, level) for e in envs):
+def next_level(cfg: Config, level: int, rollouts: Sequence[Rollout]) -> int:
+    """The level of the next update's tasks: one higher if the accuracy of these rollouts is
+    --curriculum, one lower if it is half of that."""
+    correct = [is_correct(rollout) for rollout in rollouts if not rollout.error]
+    if not cfg.curriculum or not correct:
+        return level
+    envs, accuracy = training_envs(cfg.env, cfg.train_difficulty), statistics.fmean(correct)
+    can_rise = any(harder(env, level + 1) != harder(env, level) for env in envs)
+    if accuracy >= cfg.curriculum and can_rise:
         return level + 1
-    return max(0, level - 1) if accuracy <= target / 2 else level
+    return max(0, level - 1) if accuracy <= cfg.curriculum / 2 else level
 
 
 def check_demonstrations(envs: Sequence[EnvSpec]) -> None:

@@ -10,7 +10,7 @@ The last three, tensors, are in core/batching.py and algorithms/tokens.py.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from environments.base import Message
 
@@ -74,10 +74,3 @@ class Rollout:
     def num_tokens(self) -> int:
         """Number of tokens that the policy sampled in this episode."""
         return sum(len(turn.completion_ids) for turn in self.turns)
-
-
-class Played(NamedTuple):
-    """The rollouts of an update."""
-
-    sampled: list[Rollout]  # all
-    trained: list[Rollout]  # those to train on

@@ -12,12 +12,10 @@ import train
 from core.algorithm import load_algorithm
 from core.files import checkpoint
 from core.loop import before
-from core.loop.ahead import Ahead
 from core.loop.open import prepare
 from core.loop.run import Run
 from core.metrics import UpdateStats
 from core.optimizer import make_optimizer
-from core.types import Played
 
 
 def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
@@ -45,12 +43,12 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
             cfg, info, algorithm, policy, optimizer, collector=None, sampler=sampler,
             evaluator=evaluator,
             folder=None, run_log=None, display=None, interrupt=None,
-            ahead=Ahead(None), progress=checkpoint.START | {"update": update - 1},
+            progress=checkpoint.START | {"update": update - 1},
         )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)
     with (
-        patch.multiple(train, open_run=open_run, play=lambda *_: Played(rollouts, rollouts)),
+        patch.multiple(train, open_run=open_run, play=lambda *_: (rollouts, rollouts)),
         patch.object(before, "freeze_reference", lambda *_: reference),
     ):
         assert train.main(cfg) == 0

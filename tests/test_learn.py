@@ -16,12 +16,11 @@ from core import canary
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.loop import before as warm_start
-from core.loop import play
 from core.metrics import UpdateStats
 from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import train_tasks
-from core.types import Completion, Rollout
+from core.types import Completion
 
 
 def gradients(max_tokens_per_micro_batch, folder, rollouts):
@@ -127,15 +126,6 @@ def test_a_loss_that_is_not_finite_is_no_step_though_its_gradient_is_finite(poli
     with patch.object(grpo, "compute_loss", infinite):
         metrics = single_update(config(), policy, make_optimizer(policy, 1e-2), rollouts)
     assert metrics["update/skipped"] == 1 and 0 < metrics["grad/norm"] < math.inf
-
-
-def test_the_next_level_is_that_of_the_episodes_that_did_not_fail():
-    """Right in one of two episodes, which is the target; and one failed."""
-    run = SimpleNamespace(cfg=Config(curriculum=0.5), progress={"level": 1})
-    sampled = [Rollout("e", "p", 0, 0, info={"correct": right}) for right in (True, False, False)]
-    assert play._next_level(run, sampled) == 1
-    sampled[2].error = "TimeoutError"
-    assert play._next_level(run, sampled) == 2
 
 
 def nll(policy, rollouts):

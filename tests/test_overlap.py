@@ -1,106 +1,127 @@
-"""--overlap: the metrics of --staleness 1 to the bit, with episodes played while updates train."""
+"""--staleness: which weights sample, and which train. --overlap: the metrics of --staleness 1 to
+the bit, with episodes played while updates train."""
 
+import itertools
 import signal
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import metrics_of
-from test_server_sampler import RUN, SAMPLE
+from test_server_sampler import URL
 from test_server_sampler import server as server  # a fixture
 
+import train
 from core import distributed
 from core.config import Config
 from core.extras.server_sampler import ServerSampler
 from core.faults import UsageError
 from core.loop import play
-from core.loop.ahead import Ahead
 from core.loop.players import open_sampler
+from core.loop.run import Run
 from core.optimizer import MasterAdamW
 
-AGENTS = Path(__file__).parents[1] / "environments" / "agents"
-PROGRAM = f"--env agent:run={AGENTS}/plain.py:run,data={AGENTS}/sums.jsonl"
-SEVERAL_AGENTS = "--algo ppo --num-minibatches 2 --env tic_tac_toe --max-turns 3"
+SMALL = """--num-updates 3 --num-prompts 2 --group-size 2 --eval-num-tasks 0 --save-every 0
+    --max-tokens 6 --max-turns 3 --max-model-len 512 --lora-rank 4 --lr 1e-2
+    --entropy-coef 0.1 --device cpu""".split()
+ON_SERVER = ["--sampler", "server", "--base-url", URL]
 
 
-@pytest.fixture
-def flags(server, qwen3_folder):
-    return [*RUN, "--save-every", 1, "--model-id", qwen3_folder]
+def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
+    runs, sampling, training = [], [], []  # the weights while each update samples, and trains
+    collect, shape_rewards = play.collect, train.shape_rewards
+
+    def weights():
+        trained = runs[-1].policy.trainable().values()
+        return torch.cat([w.detach().flatten().clone() for w in trained])
+
+    def while_sampling(run, *rest):
+        runs.append(run)
+        sampling.append(weights())
+        return collect(run, *rest)
+
+    def while_training(cfg, batch):
+        training.append(weights())
+        return shape_rewards(cfg, batch)
+
+    monkeypatch.setattr(play, "collect", while_sampling)
+    monkeypatch.setattr(train, "shape_rewards", while_training)
+    flags = "--staleness 2 --num-updates 4 --run-name a".split()
+    code, out, _ = command(*SMALL, *flags)
+    assert code == 0 and "sampler_gap" not in out
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
+    for update, weights_before in enumerate(sampling):
+        assert torch.equal(weights_before, training[max(0, update - 2)]), update
+    gaps = [record["gap/logprob_mean"] for record in metrics_of("runs/a")[1:]]
+    assert gaps[0] < 1e-5 < min(gaps[1:])  # the first update has no older weights
 
 
-@pytest.mark.parametrize("case", [SEVERAL_AGENTS, PROGRAM])
-def test_it_has_the_metrics_and_rollouts_of_staleness_1(command, flags, monkeypatch, case):
-    threads, collect = {}, play.collect  # whether the main thread collected, by update
+def test_overlap_has_the_metrics_of_staleness_1_and_a_run_that_ends_goes_on_exactly(
+    command, qwen3_folder, server, monkeypatch
+):
+    flags = [*SMALL, *ON_SERVER, "--model-id", qwen3_folder]
+    flags += "--env tic_tac_toe --algo ppo --num-minibatches 2".split()
+    threads, playing, trained = {}, [], threading.Event()
+    collect, sync, load = play.collect, Run.sync, ServerSampler._load
 
-    def collect_rollouts(run, update, *rest):
+    def collect_late(run, update, *rest):
+        """Once the loop waits for it."""
         threads[update] = threading.current_thread() is threading.main_thread()
-        return collect(run, update, *rest)
+        if not threads[update]:
+            playing.append(update)
+            assert trained.wait(60)
+        found = collect(run, update, *rest)
+        playing.clear()
+        trained.clear()
+        return found
 
-    monkeypatch.setattr(play, "collect", collect_rollouts)
-    for name, flag in (("a", "--staleness=1"), ("b", "--overlap")):
-        code, _, err = command(*flags, *case.split(), flag, "--run-name", name)
-        assert code == 0, err
+    def load_alone(sampler):
+        assert not playing  # its server gets weights while no episode is open
+        return load(sampler)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(play, "collect", collect_late)
+        patch.setattr(Run, "sync", lambda run: trained.set() or sync(run))
+        patch.setattr(ServerSampler, "_load", load_alone)
+        for name, flag in (("a", "--staleness=1"), ("b", "--overlap")):
+            code, _, err = command(*flags, flag, "--run-name", name)
+            assert code == 0, err
     assert threads == {1: True, 2: False, 3: False}
-    assert metrics_of("runs/a") == metrics_of("runs/b")
-    assert "gap/canary" in metrics_of("runs/b")[-1]
+    whole = metrics_of("runs/a")
+    assert metrics_of("runs/b") == whole and "gap/canary" in whole[-1]
+    assert whole[1]["gap/logprob_max"] < 1e-5
     one, other = (Path(f"runs/{name}/rollouts.jsonl").read_text() for name in "ab")
     assert one == other
 
+    step, steps = MasterAdamW.clip_and_step, []
 
-def test_what_ends_while_an_update_trains_goes_on_exactly(command, flags, server, monkeypatch):
-    flags.append("--overlap")
-    assert command(*flags, "--run-name", "whole")[0] == 0
-    step = MasterAdamW.clip_and_step
-    for name in ("signal", "server"):
-        steps = []
+    def end(optimizer, *rest, **given):
+        steps.append(rest)
+        if len(steps) == 2:  # while the episodes of update 2 are played
+            signal.raise_signal(signal.SIGINT)
+        if len(steps) == 4:  # those of update 3
+            server.instead = lambda path, body: (503, "down")
+        return step(optimizer, *rest, **given)
 
-        def end(optimizer, *rest, name=name, steps=steps, **given):
-            steps.append(rest)
-            if len(steps) == 2 and name == "signal":  # while the episodes of update 3 are played
-                signal.raise_signal(signal.SIGINT)
-            elif len(steps) == 2:
-                server.instead = lambda path, body: (503, "down")
-            return step(optimizer, *rest, **given)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(MasterAdamW, "clip_and_step", end)
-            code, out, err = command(*flags, "--run-name", name)
-        assert code == (130 if name == "signal" else 1) and f"--resume runs/{name}" in out + err
-        assert [record["update"] for record in metrics_of(f"runs/{name}")] == [0, 1, 2]
-        server.instead = lambda path, body: None
-        assert command("--resume", f"runs/{name}")[0] == 0
-        assert metrics_of("runs/whole") == metrics_of(f"runs/{name}")
+    monkeypatch.setattr(MasterAdamW, "clip_and_step", end)
+    code, out, _ = command(*flags, "--overlap", "--run-name", "c")
+    assert code == 130 and "--resume runs/c" in out
+    code, _, err = command("--resume", "runs/c")
+    assert code == 1 and "status 503" in err and "--resume runs/c" in err
+    assert metrics_of("runs/c") == whole[:3]
+    assert not Path("runs/c/adapters").exists()
+    server.instead = lambda path, body: None
+    assert command("--resume", "runs/c")[0] == 0
+    assert metrics_of("runs/c") == whole and len(steps) == 6  # no update was trained twice
 
 
-def test_the_server_gets_new_weights_once_no_episode_is_open(command, flags, server, monkeypatch):
-    waits, playing, seen = threading.Event(), [], []
-    begin, wait, load = Ahead.start, Ahead.wait, ServerSampler._load
-
-    def start(ahead, collect):
-        waits.clear()
-        playing.append(True)
-        begin(ahead, lambda: (collect(), playing.clear())[0])
-
-    def hold(path, body):  # what the thread asks, until the loop waits for it
-        assert path != SAMPLE or not playing or waits.wait(60)
-
-    server.instead = hold
-    monkeypatch.setattr(Ahead, "start", start)
-    monkeypatch.setattr(Ahead, "wait", lambda ahead: waits.set() or wait(ahead))
-    monkeypatch.setattr(ServerSampler, "_load", lambda s: seen.append([*playing]) or load(s))
-    assert command(*flags, "--overlap", "--run-name", "a")[0] == 0
-    assert len(seen) >= 5 and not any(seen)
-
-
-@pytest.mark.parametrize("env, words", [
-    ("rewarded:data=a.jsonl,reward=r.py:f", "make them async, or remove it"),
-    ("tic_tac_toe:opponent=older:1", "--overlap does not go with opponent=older:1"),
-])  # fmt: skip
-def test_what_it_cannot_do_is_refused(command, flags, env, words):
+def test_reward_functions_that_are_not_async_are_refused(command, qwen3_folder, server):
     Path("r.py").write_text("def f(completions, **_):\n    return [0.0] * len(completions)")
     Path("a.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}')
-    code, _, err = command(*flags, "--overlap", "--env", env)
-    assert code == 2 and words in err and not Path("runs").exists()
+    env = ["--env", "rewarded:data=a.jsonl,reward=r.py:f", "--overlap"]
+    code, _, err = command(*SMALL, *ON_SERVER, "--model-id", qwen3_folder, *env)
+    assert code == 2 and "make them async, or remove it" in err and not Path("runs").exists()
 
 
 def test_several_processes_are_refused(monkeypatch):

@@ -60,7 +60,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint of the run folder `run`; delete old ones.
 
-    `progress` has at least "sft_step" and "update"; `older`: see core/loop/staleness.py. All ranks
+    `progress` has at least "sft_step" and "update"; `older`: see core/loop/play.py. All ranks
     call it, and rank 0 writes. Raises OSError if the disk is full or read-only; earlier checkpoints
     are unchanged then.
     """

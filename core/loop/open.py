@@ -12,7 +12,6 @@ from core.config import Config
 from core.files import checkpoint, run_folder
 from core.files.models import load_run_policy
 from core.loop import players
-from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import open_outputs
 from core.loop.reference import load_teacher, reference_bytes
@@ -41,7 +40,6 @@ def open_run(cfg: Config) -> Iterator[Run]:
         is_writer = distributed.rank() == 0
         lock = run_folder.lock_run(folder, is_new)
         with lock if is_writer else nullcontext():
-            distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else Path(scratch_dir)
             opened = _opened(cfg, info, algorithm, folder, log_dir, is_new)
@@ -67,7 +65,7 @@ def _opened(
     cfg: Config, info: RunInfo, algorithm: Algorithm, folder: Path, log_dir: Path, new: bool
 ) -> Iterator[Run]:
     """The run, open: weights first, then its files, then what shows and plays."""
-    found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
+    found = distributed.broadcast_from_rank_0(lambda: checkpoint.find_checkpoint(folder))
     progress = checkpoint.START | found.progress
     others = "--optimizer adamw8bit, a lower --max-model-len or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: f"Use {memory.SMALLER}, {others}"):
@@ -87,7 +85,6 @@ def _opened(
         Interrupt() as interrupt,
         open_outputs(cfg, algorithm, policy, folder, log_dir, progress, new) as (log, display),
         closing(players.open_collector(cfg, policy, opponents, display.say)) as collector,
-        closing(Ahead(interrupt)) as ahead,
     ):
         sampler.say = interrupt.say = display.say
         lines = [
@@ -107,7 +104,6 @@ def _opened(
         yield Run(
             cfg, info, algorithm, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, progress),
-            folder, log, display, interrupt, ahead, progress, older, teacher,
-            canary=({}, progress.get("canary", {})),
+            folder, log, display, interrupt, progress, older, teacher,
             save_copy=opponents.save_copy if opponents else lambda: None,
         )  # fmt: skip

@@ -3,6 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from core import diagnostics, distributed, memory, probes
+from core import diagnostics, distributed, memory, probes, tasks
 from core.algorithm import Algorithm
 from core.batching import Batch
 from core.canary import Canary
@@ -21,7 +23,6 @@ from core.feedback import Divergence
 from core.files import checkpoint
 from core.files.run_folder import again
 from core.files.run_log import METRICS, RunLog, read_records
-from core.loop.ahead import Ahead
 from core.loop.evaluator import Evaluator
 from core.metrics import UpdateStats, rollout_metrics
 from core.optimizer import MasterAdamW
@@ -36,6 +37,7 @@ from core.terminal.interrupt import Interrupt
 from core.types import Rollout
 from environments.base import RunInfo
 
+Collected = tuple[list[Rollout], list[Rollout], Canary]  # all, those to train on, its canary
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
 
@@ -55,24 +57,17 @@ class Run:
     run_log: RunLog
     display: Display
     interrupt: Interrupt
-    ahead: Ahead
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
-    teacher: Policy | None = None  # of --teacher
     reference: Policy | None = None  # of --kl-coef
+    # of --overlap: the rollouts of the next update, while a thread collects them
+    ahead: list[Future[Collected]] = field(default_factory=list)
     # before an update, as the policy has other weights while --staleness samples
     save_copy: Callable[[], None] = lambda: None
     history: list[dict[str, Any]] = field(default_factory=list)  # the records
-    next_level: int = 0  # of the next update's tasks, as `play` says
     canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
-    lr_factor: float = 1.0  # of this update, of --lr
-    stopped_by: str = ""  # the line about a signal that ended it
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
-    first_update: int = field(init=False)  # of this process
-
-    def __post_init__(self) -> None:
-        self.first_update = max(1, self.next_update)
 
     @property
     def divergence(self) -> Divergence | None:
@@ -120,14 +115,14 @@ class Run:
             self.started_at = perf_counter()
             self.save_copy()
             self.info.updates_done = self.next_update - 1
-            self.lr_factor = lr_factor(self.cfg, self.next_update, self.progress["sampled_tokens"])
-            self.optimizer.scale_lr(self.lr_factor)
+            tokens = self.progress["sampled_tokens"]
+            self.optimizer.scale_lr(lr_factor(self.cfg, self.next_update, tokens))
             self.probe.begin(self.optimizer)
             yield self.next_update, UpdateStats(self.cfg)
 
     def sync(self) -> None:
         """Gives the sampler the present weights, once the thread of --overlap has sampled."""
-        self.ahead.wait()
+        futures.wait(self.ahead)
         self.sampler.sync()
 
     def finish_update(
@@ -139,7 +134,7 @@ class Run:
         """
         cfg = self.cfg
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
-        lr = cfg.lr * self.lr_factor
+        lr = cfg.lr * lr_factor(cfg, update, self.progress["sampled_tokens"])
         metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None, lr)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)
         metrics |= probes.of_episodes(sampled, batch, metrics.get("reward/correct", 0.0))
@@ -157,7 +152,7 @@ class Run:
             metrics |= self.evaluator.evaluate(update)
         self.progress["sampled_tokens"] = tokens
         self.log(update, metrics, sampled)
-        self.progress["level"] = self.next_level
+        self.progress["level"] = tasks.next_level(cfg, self.progress["level"], sampled)
         if is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
 
@@ -238,7 +233,8 @@ class Run:
         except Stopped:
             saved = self.cfg.sampler != "openai" and self.save()
             what = " and saved; resume" if saved else "; resume from the last checkpoint"
-            self.stopped_by = f"stopped{what} with: {resume}"
+            self.write_pages()
+            raise Stopped(f"stopped{what} with: {resume}") from None
         except (EpisodesFailed, NoServer) as error:
             failed = isinstance(error, EpisodesFailed)
             # has this update changed nothing yet? Then it can be saved, and begun again
@@ -247,15 +243,13 @@ class Run:
             elif failed:  # the weights are of an update that is not complete
                 raise
             raise type(error)(f"{error}; resume with: {resume}") from None
+        finally:
+            self.interrupt.requested = True  # the thread of --overlap checks it, too
+            futures.wait(self.ahead)
 
     def finish(self) -> None:
-        """Writes the pages and, after the last update, the model; says what the run shows.
-
-        Raises Stopped if a signal has ended the run.
-        """
+        """Writes the pages and, after the last update, the model; says what the run shows."""
         self.write_pages()
-        if self.stopped_by:
-            raise Stopped(self.stopped_by)
         if distributed.rank() > 0:
             return
         if self.cfg.sampler != "openai":

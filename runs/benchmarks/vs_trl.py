@@ -259,9 +259,9 @@ def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
     collect, log = play.collect, Run.log
 
     def collect_rollouts(*given: Any) -> Any:
-        played, canary = collect(*given)
-        timer.prompt_tokens = len(played.sampled[0].turns[0].prompt_ids)
-        return played, canary
+        found = collect(*given)
+        timer.prompt_tokens = len(found[0][0].turns[0].prompt_ids)
+        return found
 
     def end_step(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> None:
         log(run, update, metrics, rollouts)
