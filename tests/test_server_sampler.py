@@ -26,17 +26,12 @@ from test_sampler import trainer_gap
 
 from core.extras.server_sampler import LOAD, SAMPLE, ServerSampler
 from core.faults import NoServer, UsageError
-from core.files.checkpoint import find_checkpoint
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import PRETRAINED
 
 URL = "http://127.0.0.1:8000"
 PROMPTS = [[65, 66, 67]] * 2 + [[70, 71]] * 2
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=5)
-RUN = """--lora-rank 4 --num-updates 3 --num-prompts 2 --group-size 2 --eval-num-tasks 2
-    --save-every 0 --eval-every 0 --max-tokens 6 --lr 1e-2 --entropy-coef 0.1
-    --max-model-len 512 --device cpu --sampler server
-    --base-url http://127.0.0.1:8000""".split()
 
 
 class VLLM:
@@ -116,15 +111,12 @@ def test_each_sync_names_the_adapter_and_only_its_tokens_are_taken(server, polic
     assert not (tmp_path / "adapters").exists()
 
 
-@pytest.mark.parametrize(
-    "path, answer, words",
-    [
-        (LOAD, (404, {"detail": "Not Found"}), "--enable-lora"),
-        (LOAD, (401, "who is secret-7?"), r"status 401: \"who is \[key\]\?"),
-        (SAMPLE, (200, "Sign in"), "no whole completion"),
-        ("", (), r"differ by \d.\de.* nats .*--logprobs-mode processed_logprobs"),
-    ],
-)
+@pytest.mark.parametrize("path, answer, words", [
+    (LOAD, (404, {"detail": "Not Found"}), "--enable-lora"),
+    (LOAD, (401, "who is secret-7?"), r"status 401: \"who is \[key\]\?"),
+    (SAMPLE, (200, "Sign in"), "no whole completion"),
+    ("", (), r"differ by \d.\de.* nats .*--logprobs-mode processed_logprobs"),
+])  # fmt: skip
 def test_a_server_that_does_not_suit_is_refused(server, policy, tmp_path, path, answer, words):
     server.instead = lambda asked, body: answer if path == asked else None
     server.policy.causal_lm.lm_head.weight.data *= 1 if path else 1.1
@@ -133,25 +125,8 @@ def test_a_server_that_does_not_suit_is_refused(server, policy, tmp_path, path, 
     assert not (tmp_path / "adapters").exists()
 
 
-def test_a_server_that_fails_ends_the_run_which_goes_on_to_the_same_metrics(
-    command, server, qwen3_folder
-):
-    flags = [*RUN, "--model-id", qwen3_folder]
-    assert command(*flags, "--run-name", "whole")[0] == 0
-    busy = (503, "busy")  # with the weights after update 2
-    server.instead = lambda path, body: busy if path == LOAD and "-v4" in str(body) else None
-    code, _, err = command(*flags, "--run-name", "a")
-    assert code == 1 and "status 503" in err and "--resume runs/a" in err
-    assert find_checkpoint(Path("runs", "a")).progress["update"] == 2  # not only update 1
-    assert not Path("runs", "a", "adapters").exists()
-    server.instead = lambda path, body: None
-    assert command("--resume", "runs/a")[0] == 0
-    assert metrics_of("runs/a") == metrics_of("runs/whole")
-    assert max(record.get("gap/logprob_max", 0) for record in metrics_of("runs/a")) < 1e-5
-
-
 @pytest.fixture
-def engines(tmp_path):
+def engines():
     """The address of two of vLLM's engines with the weights of tiny."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -5,9 +5,8 @@ from come back, so a turn is as exact as with the other samplers. `sync` writes 
 into a folder of the run, which the server sees, and lets it load that: vLLM gives it to all engines
 behind the address. Each version has a name and a path of its own, and each completion comes with
 the name of what sampled it, so no token of other weights is trained. (With one name for all, vLLM's
-prefix cache would go on with keys and values of the adapter before.)
-
-A server that fails ends the run; a resumed run gives it the adapter again.
+prefix cache would go on with keys and values of the adapter before.) A server that fails ends the
+run.
 """
 
 import shutil
@@ -34,6 +33,7 @@ LIMIT = httpx.Timeout(3600.0, connect=60.0)  # seconds for an answer
 AT_ONCE = 1024  # requests that are sent at once; the server batches them
 LOAD = "/v1/load_lora_adapter"
 SAMPLE = "/inference/v1/generate"  # token ids in, token ids out
+FOR_ADAPTERS = "start it with --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 PROBE = SamplingParams(max_tokens=16, temperature=0.7)  # unlike 1, it shows other log-probs
 
 
@@ -46,19 +46,22 @@ class ServerSampler(Sampler):
     alone = True
 
     def __init__(self, policy: Policy, base_url: str, folder: Path):
-        self.policy, self.url = policy, base_url.rstrip("/").removesuffix("/v1")
+        self.policy, self.folder = policy, folder.absolute()
+        self.url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else {}
         # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
         pool = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         self.client = httpx.Client(headers=headers, timeout=LIMIT, limits=pool, trust_env=False)
-        self.calls, self.version = Calls(AT_ONCE, 0), 0
-        # no other run, and no restart of this one, has adapters of this name
-        self.stem = distributed.broadcast_from_rank_0(lambda: f"picorl-{uuid.uuid4().hex[:8]}")
-        self.folder = folder.absolute()
+        self.calls = Calls(AT_ONCE, 0)
+        dtype = str(policy.dtype).removeprefix("torch.")
+        advice = (f"start it with the model of --model-id, --dtype {dtype} and "
+                  "--logprobs-mode processed_logprobs")  # fmt: skip
+        prompts = [policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)]
         try:
             with canary.noise(policy):  # a new adapter changes nothing, so nothing would show
                 self.sync()
-                gap = self._compare()
+                subject = f"--base-url {self.url}"
+                gap = canary.check_gap(policy, self, prompts, PROBE, subject, advice)
             self.sync()
         except BaseException as error:
             self.close()
@@ -72,32 +75,22 @@ class ServerSampler(Sampler):
 
         If that fails, the next request says so: by then the update can be saved.
         """
-        begun, self.version = perf_counter(), self.version + 1
-        self.name = f"{self.stem}-v{self.version}"  # of the present adapter
-        self.failure = distributed.broadcast_from_rank_0(self._load)
+        begun = perf_counter()
+        self.name, self.failure = distributed.broadcast_from_rank_0(self._load)
         self.sync_seconds = perf_counter() - begun
 
-    def _load(self) -> NoServer | None:
-        """Writes the adapter, and lets the server load it. Returns what went wrong."""
-        path = self.folder / self.name
+    def _load(self) -> tuple[str, NoServer | None]:
+        """Writes the adapter under a name that no other one has had, and lets the server load it.
+        Returns the name, and what went wrong."""
+        path = self.folder / f"picorl-{uuid.uuid4().hex}"
+        shutil.rmtree(self.folder, ignore_errors=True)  # the adapter before
+        # True or "auto" would ask the Hub about the base model, at each update
+        self.policy.model.save_pretrained(path, save_embedding_layers=False)
         try:
-            # True or "auto" would ask the Hub about the base model, at each update
-            self.policy.model.save_pretrained(path, save_embedding_layers=False)
-            self._ask(LOAD, {"lora_name": self.name, "lora_path": str(path)})
+            self._ask(LOAD, {"lora_name": path.name, "lora_path": str(path)})
         except NoServer as failure:
-            return failure
-        for other in {*self.folder.iterdir()} - {path}:
-            shutil.rmtree(other, ignore_errors=True)
-        return None
-
-    def _compare(self) -> float:
-        """How far log-probs are from training's, in nats. Raises UsageError if that is too far."""
-        dtype = str(self.policy.dtype).removeprefix("torch.")
-        advice = (f"start it with the model of --model-id, --dtype {dtype} and "
-                  "--logprobs-mode processed_logprobs")  # fmt: skip
-        prompts = [self.policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)]
-        subject = f"--base-url {self.url}"
-        return canary.check_gap(self.policy, self, prompts, PROBE, subject, advice)
+            return path.name, failure
+        return path.name, None
 
     def add(self, request: Request) -> None:
         """As `Sampler.add`. Raises NoServer if the server has not loaded the present adapter."""
@@ -118,12 +111,12 @@ class ServerSampler(Sampler):
     def step(self) -> list[tuple[Request, Completion]]:
         """As `Sampler.step`. Raises NoServer if the server fails."""
         ended = self.calls.ended(WAIT_S)
-        for error in (error for _, (_, error) in ended if error is not None):
-            raise error
+        if errors := [error for _, (_, error) in ended if error is not None]:
+            raise errors[0]
         return [(request, completion) for request, (completion, _) in ended]
 
     def _sampled(self, body: dict[str, Any], stop: tuple[str, ...]) -> Completion:
-        """A completion of the present adapter; runs in a thread. Raises NoServer."""
+        """A completion of the adapter that `body` names; runs in a thread. Raises NoServer."""
         answer = self._ask(SAMPLE, body)
         with suppress(ValueError, LookupError, TypeError):  # of what is no answer of vLLM's
             found = answer.json()
@@ -141,12 +134,10 @@ class ServerSampler(Sampler):
             response = self.client.post(self.url + path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._failure(f"{type(error).__name__} {error}") from None
-        if response.status_code == 200:
-            return response
-        if path == LOAD and response.status_code == 404:
-            raise self._failure("start it with --enable-lora, "
-                                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")  # fmt: skip
-        raise self._failure(f"status {response.status_code}: {response.text}")
+        if response.status_code != 200:
+            hint = f"{FOR_ADAPTERS}; " if response.status_code == 404 else ""
+            raise self._failure(f"{hint}status {response.status_code}: {response.text}")
+        return response
 
     def _failure(self, words: str) -> NoServer:
         return NoServer(f"--base-url {self.url}: {safe_line(words)}")
@@ -155,8 +146,7 @@ class ServerSampler(Sampler):
         self.calls.clear()
 
     def close(self) -> None:
-        """Ends all calls, and removes the adapters."""
-        self.calls.clear()
+        """Removes the adapters."""
         self.client.close()
         if distributed.rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
