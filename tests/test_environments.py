@@ -40,8 +40,7 @@ SPECS = {
     "math_qa": Facts(0, 1, 1, "optimal"),
     "math_qa:level=6": Facts(0, 1, 1, "optimal"),
     "reward_hacking": Facts(-1, 1, 1, "correct"),
-    "reward_hacking:world=fragile,proxy_weight=0": Facts(-2, 1, 1, "optimal"),
-    "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
+    "reward_hacking:proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "calculator": Facts(0, 1, 1, "optimal"),
     "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
     "wikipedia_maze:n_hops=3,brief=true": Facts(-1, 1, 1, "optimal"),
@@ -107,7 +106,7 @@ def test_the_third_unreadable_action_ends_the_episode(spec):
 @pytest.mark.parametrize("spec", [
     "letter_counting:difficulty=11", "reverse:length=51", "tic_tac_toe:opponent=human",
     "math_qa:data=gsm9k",
-    "calculator:digits=10", "reward_hacking:world=moon", "wikipedia_maze:n_hops=7",
+    "calculator:digits=10", "reward_hacking:proxy_weight=2", "wikipedia_maze:n_hops=7",
 ])  # fmt: skip
 def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
     with pytest.raises(UsageError) as error:
