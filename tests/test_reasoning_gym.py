@@ -1,5 +1,6 @@
-"""Reasoning Gym: rewards, which answers reach a scorer, and seeds."""
+"""Reasoning Gym: rewards, the datasets that are refused, and seeds."""
 
+import inspect
 import random
 import re
 
@@ -8,13 +9,13 @@ import pytest
 from conftest import needs
 
 from core.faults import UsageError
-from environments.adapters.reasoning_gym import ReasoningGym, is_safe
+from environments.adapters.reasoning_gym import UNSUPPORTED, ReasoningGym
 from environments.plumbing.registry import make
 
 pytestmark = needs("envs", "reasoning_gym")
 
 
-@pytest.mark.parametrize("name", "chain_sum simple_integration n_queens list_functions".split())
+@pytest.mark.parametrize("name", "chain_sum leg_counting list_functions".split())
 def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged(name):
     env = ReasoningGym(name)
 
@@ -39,31 +40,25 @@ def test_options_of_the_dataset_are_passed_on():
     env = make("reasoning_gym:dataset=chain_sum,min_terms=6,max_terms=6,min_digits=1,max_digits=1")
     sum_ = re.search(r"[\d+ -]+ =", env.reset(3)[0]["content"])[0]
     assert len(re.findall(r"\d+", sum_)) == 6
-    for bad in ("chain_sum,min_terms=9,max_terms=2", "chain_sum,colour=red", "nope", "composite"):
+    for bad in ("chain_sum,min_terms=9,max_terms=2", "chain_sum,colour=red", "nope"):
         with pytest.raises(UsageError):
             make(f"reasoning_gym:dataset={bad}")
 
 
-@pytest.mark.parametrize(
-    "name, answer, safe",
-    [("countdown", "(94*4 - 61)/6", True), ("countdown", "2**3", False),
-     ("countdown", "__import__('os').getpid()", False),
-     ("polynomial_multiplication", "x**9**9", False),
-     ("simple_integration", "-X**5/7 + C", True), ("simple_integration", "Integral(x, x)", False),
-     ("chain_sum", "exit()", True)],  # compared as text
-)  # fmt: skip
-def test_is_safe_rejects_code(name, answer, safe):
-    assert is_safe(name, answer) is safe
+def test_every_dataset_whose_scorer_evaluates_an_answer_as_code_is_refused():
+    from reasoning_gym.factory import DATASETS
+
+    code = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry)")
+    sources = {name: inspect.getsource(kind.score_answer) for name, (kind, _) in DATASETS.items()}
+    evaluating = {name for name, source in sources.items() if code.search(source)}
+    assert evaluating | {"composite"} == {*UNSUPPORTED}
+    for name in UNSUPPORTED:
+        with pytest.raises(UsageError, match=f"the scorer of {name} "):
+            ReasoningGym(name)
 
 
-def test_a_scorer_that_raises_gives_0_and_is_named_once(capsys):
-    def broken(answer, entry):
-        raise KeyError("metadata")
-
+def test_a_scorer_that_raises_gives_0():
     env = ReasoningGym("chain_sum")
-    for seed in (0, 1):
-        env.reset(seed)
-        env.dataset.score_answer = broken
-        assert env.step("<answer>12</answer>").reward == 0.0
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("reasoning_gym:dataset=chain_sum raised KeyError: ")
+    env.reset(0)
+    env.dataset.score_answer = {}.__getitem__  # raises TypeError
+    assert env.step("<answer>12</answer>").reward == 0.0
