@@ -1,7 +1,7 @@
 """Gymnasium environments as text."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Namespace
 
 import pytest
 
@@ -11,14 +11,8 @@ import numpy as np
 from gymnasium import spaces
 
 from core.faults import UsageError
-from environments.adapters.gymnasium import Gymnasium, extract_action
-from environments.adapters.gymnasium_players import (
-    GAMES,
-    find_game,
-    json_actions,
-    read_json_action,
-    to_json,
-)
+from environments.adapters.gymnasium import Gymnasium
+from environments.adapters.gymnasium_players import find_game, read_json_action, to_json
 from environments.parsing import user
 from environments.plumbing.registry import make
 
@@ -29,8 +23,8 @@ from environments.plumbing.registry import make
     ("a is 0.1 and v is 1", None),  # numbers of the observation
     ("leftish", None), ('{"action": 2}', None),
 ])  # fmt: skip
-def test_extract_action_returns_the_last_named_action(response, action):
-    assert extract_action(GAMES["CartPole-v1"], response) == action
+def test_the_last_named_action_counts(response, action):
+    assert Gymnasium("CartPole-v1")._read(response) == action
 
 
 def test_rewards_are_scaled_and_summed_over_repeats():
@@ -39,11 +33,7 @@ def test_rewards_are_scaled_and_summed_over_repeats():
     steps = [env.step(env.demonstrate()) for _ in range(4)]
     assert [step.reward for step in steps] == [1.5, 1.5, 1.5, 0.5]
     assert [step.done for step in steps] == [False, False, False, True]
-    assert (
-        not steps[-1].truncated
-        and steps[-1].message is None
-        and steps[-1].info == {"correct": True, "steps": 10}
-    )
+    assert not steps[-1].truncated and steps[-1].info == {"correct": True, "steps": 10}
 
 
 def test_without_memory_each_message_is_fresh_and_repeats_the_rules():
@@ -68,7 +58,7 @@ def test_without_memory_each_message_is_fresh_and_repeats_the_rules():
 ])  # fmt: skip
 def test_json_action_is_checked_against_its_space(space, valid, invalid):
     for response in (f'so {{"action": {valid}}}', f"<action>{valid}</action>"):
-        action = json_actions(space)["read"](response)
+        action = read_json_action(space, response)
         assert space.contains(action)
     assert space.contains(read_json_action(space, to_json(action)))
     for value in invalid:
@@ -76,19 +66,27 @@ def test_json_action_is_checked_against_its_space(space, valid, invalid):
 
 
 def test_a_space_that_no_json_expresses_and_a_picture_are_refused():
-    with pytest.raises(UsageError, match="are not read from text"):
-        json_actions(spaces.Graph(spaces.Discrete(2), spaces.Discrete(2)))
-    screen = spaces.Box(0, 255, (64, 64, 3), np.uint8)
-    picture = SimpleNamespace(spec=SimpleNamespace(id="Racer"), observation_space=screen,
-                              action_space=spaces.Discrete(2))  # fmt: skip
-    with pytest.raises(UsageError, match="observes images"):
-        find_game(picture)
+    two, screen = spaces.Discrete(2), spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    for observed, acted, words in (
+        (screen, two, "observes images"), (two, spaces.Graph(two, two), "are not read from text")
+    ):  # fmt: skip
+        spec, unwrapped = Namespace(id="Racer", max_episode_steps=9), object()
+        game = Namespace(spec=spec, unwrapped=unwrapped, observation_space=observed,
+                         action_space=acted)  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            find_game(game)
 
 
 GAME = """
 import string
 import gymnasium
 from gymnasium import spaces
+class Count(gymnasium.Env):
+    observation_space, action_space = spaces.Discrete(3), spaces.Discrete(2, start=5)
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+    def step(self, action):
+        return 1, float(action), True, False, {}
 class Echo(gymnasium.Env):
     "Say the word."
     observation_space = spaces.Text(40)
@@ -114,12 +112,15 @@ def test_a_class_whose_actions_are_texts_reads_the_whole_response(tmp_path, monk
         opening = f"Echo.\nSay the word. {hint} characters.\nThe word is plum."
         assert env.reset(0) == [user(opening)]
         assert env.step(response).reward == reward, response
+    env = make("gymnasium:id=echoes.py:Count")  # its actions are 5 and 6
+    assert env.reset(0) == [user("Count. End with a number from 5 to 6.\n0")]
+    assert [env.step(text).reward for text in ("0", "6")] == [-0.1, 6.0]
 
 
 def test_an_environment_without_words_has_the_rules_of_its_docstring_and_numbers():
     env = make("gymnasium:id=FrozenLake-v1,map_name=8x8,is_slippery=false")
     head, line = env.reset(0)[0]["content"].rsplit("\n", 1)
-    assert head.startswith("FrozenLake-v1.\n") and head.endswith(" End with 0 or 1 or 2 or 3.")
+    assert head.startswith("FrozenLake-v1.\n") and head.endswith(" End with a number from 0 to 3.")
     assert "- 0: Move left" in head and line == "0" and env.demonstrate() is None
     steps = [env.step(move) for move in "22222221111111"]  # 7 right, 7 down
     assert steps[7].message["content"] == "15"  # the end of the second row

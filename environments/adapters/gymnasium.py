@@ -6,12 +6,9 @@ memory=false each turn starts a new context, which holds the rules and the new s
     Keep the pole up. Cart: x place, v speed; pole: a angle, w turn speed. End with left or right.
     x 0.0 v 0.0 a 0.03 w 0.0
 
-`gymnasium_players` has the rules, the names of the actions and a player for two environments.
-For all others the rules are in the environment's docstring, the state is numbers, and the actions
-are numbers, or JSON if they are not discrete: {"action": [0.5, -1]}.
-
-`words=module:GAME` names a `Game` of yours, with the rules (`rules`, `hint`), observation to text
-(`show`) and text to action (`read`).
+`gymnasium_players` has the words and a player for two environments. For all others the rules are in
+the environment's docstring, the state is numbers, and the actions are numbers, or JSON if they are
+not discrete: {"action": [0.5, -1]}.
 
 Reward of a response:
 
@@ -19,16 +16,17 @@ Reward of a response:
     -0.1                 no action of the action space could be read, at most twice per episode
     -forfeit * scale     the same for the third time; the episode ends
 
-`info["correct"]`: the episode ended as `Game.solved` requires. An end by a time limit sets
-`Step.truncated`, unless reaching that limit is the task (CartPole).
+`info["correct"]`: the episode ended with a positive return; in CartPole, by its time limit. Other
+ends by a time limit set `Step.truncated`.
 
->>> game = Game("Guess the next card.", ("red", "black"))
->>> [extract_action(game, text) for text in ("Many red ones gone: black", '{"action": 0}', "ace")]
+>>> [read_named({"red": 0, "black": 1}, text)
+...  for text in ("Many red ones gone: black", '{"action": 0}', "ace")]
 [1, 0, None]
 """
 
 import inspect
 import random
+from functools import partial
 from typing import Any
 
 from environments.adapters.gymnasium_players import (
@@ -44,34 +42,25 @@ from environments.plumbing.installed import import_library
 from environments.plumbing.registry import import_attribute, import_source
 
 
-def extract_action(game: Game, response: str) -> Any:
-    """Returns the last action that the response names, by word or by number; None without one.
-
-    With `game.read`, returns what that makes of the response.
-    """
-    if game.read is not None:
-        return game.read(response)
-    actions = {word: i for i, word in enumerate(game.actions, game.first)}
-    actions |= {str(i): i for i in actions.values()}
+def read_named(actions: dict[str, int], response: str) -> int | None:
+    """Returns the last action that the response names, by word or by number; None without one."""
     # In plain text a number counts only if it is the whole response: it may be an observation.
-    plain = rf"(?<![\w.+-])({'|'.join(game.actions)}|^\s*\d+\s*$)(?!\w|\.\d)"
-    to_name = one_of(*actions)
+    plain = rf"(?<![\w.+-])({'|'.join(actions)}|^\s*\d+\s*$)(?!\w|\.\d)"
+    by_name = {str(i): i for i in actions.values()} | actions
+    to_name = one_of(*by_name)
     name = read_action(
         response, "action", lambda v: to_name(str(v) if type(v) is int else v), plain
     )
-    return None if name is None else actions[name]
+    return None if name is None else by_name[name]
 
 
 class Gymnasium(Env):
     """One Gymnasium environment.
 
-    `id`: its registered name; module:name or FILE.py:name if importing that registers it, or if it
-    is its class.
-    `max_steps`: step limit; 0: the environment's own.
-    `repeat`: number of steps for which each action is repeated.
-    `scale`: factor on all rewards.
-    `memory`: whether the policy sees its earlier turns.
-    `words`: module:GAME, a `Game` that replaces the texts and the reading of actions.
+    `id`: its registered name; module:name or FILE.py:name of what registers it, or of its class.
+    `max_steps`: step limit; 0: the environment's own. `repeat`: steps of each action.
+    `scale`: factor on all rewards. `memory`: whether the policy sees its earlier turns.
+    `words`: module:GAME, a `Game` of yours with the texts and the reading of actions.
     `options`: keyword arguments of the environment, such as map_name=8x8.
     """
 
@@ -83,8 +72,11 @@ class Gymnasium(Env):
         check_range("max_steps", max_steps, 0)
         check_range("repeat", repeat, 1)
         self.env, self.repeat, self.scale = _make(id, max_steps or None, options), repeat, scale
-        self.game = load_words(words, self.env)
-        self.memory = memory
+        self.memory, self.game = memory, import_attribute(words) if words else find_game(self.env)
+        if not isinstance(self.game, Game) or not (self.game.read or self.game.actions):
+            raise UsageError(f"words={words} names no Game with `read` or `actions`")
+        first = int(getattr(self.env.action_space, "start", 0))
+        self.actions = {name: i for i, name in enumerate(self.game.actions, first)}
 
     def reset(self, seed: int) -> list[Message]:
         self.rng = random.Random(seed)
@@ -95,7 +87,7 @@ class Gymnasium(Env):
         return [user(self._describe(observation, with_rules=True))]
 
     def step(self, response: str) -> Step:
-        action = to_action(self.env.action_space, extract_action(self.game, response))
+        action = self._read(response)
         if action is None:
             return self.retries.refuse(format_hint(self.game), steps=self.steps)
         reward = 0.0
@@ -106,14 +98,12 @@ class Gymnasium(Env):
             if terminated or truncated:
                 break
         self.unscaled_return += reward
-        solved = {
-            "terminated": terminated,
-            "truncated": truncated and not terminated,
-            "return": terminated and self.unscaled_return > 0,
-        }
-        done, cut = terminated or truncated, solved["truncated"] and self.game.solved != "truncated"
-        info = {"correct": bool(solved[self.game.solved]), "steps": self.steps}
+        done, at_limit = terminated or truncated, truncated and not terminated
+        to_last = self.game.solved == "truncated"  # until the time limit
+        correct = at_limit if to_last else terminated and self.unscaled_return > 0
         message = None if done else user(self._describe(observation, not self.memory))
+        info = {"correct": bool(correct), "steps": self.steps}
+        cut = at_limit and not to_last
         return Step(message, reward * self.scale, done, info, not self.memory, cut)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
@@ -141,18 +131,14 @@ class Gymnasium(Env):
         """
         if not self.game.actions:
             guess = to_json(self.env.action_space.sample())
-            return None if extract_action(self.game, guess) is None else guess
+            return None if self._read(guess) is None else guess
         last = len(self.game.actions) - 1
         return self.game.actions[self.rng.choice((last, last, last, self.rng.randint(0, last)))]
 
-
-def load_words(words: str, env: Any) -> Game:
-    """Returns the Game that `words` (module:GAME or file.py:GAME) names, by default the one of
-    `find_game`. Raises UsageError if it cannot be imported, or is no Game that reads actions."""
-    game = import_attribute(words) if words else find_game(env)
-    if not isinstance(game, Game) or not (game.read or game.actions):
-        raise UsageError(f"words={words} names no Game with `read` or `actions`")
-    return game
+    def _read(self, response: str) -> Any:
+        """Returns the action of a response; None if there is none of the action space."""
+        read = self.game.read or partial(read_named, self.actions)
+        return to_action(self.env.action_space, read(response))
 
 
 def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:

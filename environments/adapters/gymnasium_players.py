@@ -11,7 +11,6 @@ without doubling and splitting (Baldwin et al., 1956); mean return about -0.045 
 
 import inspect
 import json
-import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +24,6 @@ from environments.parsing import read_action
 
 MAX_RULES = 4000  # characters of a docstring
 MAX_SHOWN = 10_000  # characters of an observation; more is an image
-MAX_SPELLED = 16  # actions that are listed one by one
 RULES_SECTIONS = ("Description", "Action", "Observation", "Reward")
 SECTION = re.compile(r"^\s*#{2,3} +", re.MULTILINE)
 STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stick}
@@ -35,13 +33,12 @@ STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stic
 
 
 def show_numbers(observation: Any) -> str:
-    """Returns the numbers of an observation in order, floats with two decimals; small ones with two
-    digits, up to six decimals.
+    """Returns the numbers of an observation in order, floats with three digits.
 
     >>> show_numbers({"speed": 0.5, "board": np.array([[1, 0], [0, 2]])})
-    'speed 0.50 board 1 0 / 0 2'
-    >>> show_numbers(np.array([0.0, 12.345, 0.07, -0.004, 1e-9]))
-    '0.00 12.35 0.070 -0.0040 0.000000'
+    'speed 0.5 board 1 0 / 0 2'
+    >>> show_numbers(np.array([-0.0, 12.345, 0.07, -0.00412345]))
+    '0 12.3 0.07 -0.00412'
     """
     if isinstance(observation, dict):
         return " ".join(f"{key} {show_numbers(value)}" for key, value in observation.items())
@@ -53,14 +50,7 @@ def show_numbers(observation: Any) -> str:
     if array.ndim > 1:
         return " / ".join(map(show_numbers, array))
     numbers = np.ravel(array).tolist()
-    return " ".join(_decimal(n) if isinstance(n, float) else str(int(n)) for n in numbers)
-
-
-def _decimal(number: float) -> str:
-    places = 2
-    if number and math.isfinite(number):
-        places = min(6, max(places, 1 - math.floor(math.log10(abs(number)))))
-    return f"{number:z.{places}f}"
+    return " ".join(f"{n:z.3g}" if isinstance(n, float) else str(int(n)) for n in numbers)
 
 
 class Game(NamedTuple):
@@ -70,10 +60,9 @@ class Game(NamedTuple):
     actions: tuple[str, ...] = ()  # the name of each discrete action, in order
     show: Callable[[Any], str] = show_numbers  # observation -> text
     play: Callable[[Any], int] | None = None  # observation -> index into `actions`
-    # which end counts as correct: terminated, truncated, or terminated with a positive return
-    solved: Literal["terminated", "truncated", "return"] = "return"
+    # which end counts as correct: at the time limit, or else with a positive return
+    solved: Literal["truncated", "return"] = "return"
     forfeit: float = 1.0  # penalty of giving up; where steps cost, that of the step limit
-    first: int = 0  # the number of the first action
     # response -> action, None if there is none; without it the last of `actions` that is named
     read: Callable[[str], Any] | None = None
     hint: str = ""  # how a response has to end; empty: with one of `actions`
@@ -98,12 +87,17 @@ def find_game(env: Any) -> Game:
     rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
     # The steps may have negative rewards: forfeiting must cost more than the longest episode.
     game = Game(rules, forfeit=env.spec.max_episode_steps or 1.0)
-    if type(space).__name__ != "Discrete":
-        return game._replace(**json_actions(space))
-    numbers = range(int(space.start), int(space.start + space.n))
-    hint = f"End with a number from {numbers[0]} to {numbers[-1]}."
-    return game._replace(actions=tuple(map(str, numbers)), first=numbers[0],
-                         hint=hint if len(numbers) > MAX_SPELLED else "")  # fmt: skip
+    if type(space).__name__ == "Discrete":
+        names = tuple(str(space.start + i) for i in range(space.n))
+        hint = f"End with a number from {names[0]} to {names[-1]}."
+        return game._replace(actions=names, hint=hint)
+    with suppress(TypeError):
+        if read_json_action(space, to_json(space.sample())) is not None:
+            hint = f'End with JSON: {{"action": ..}}, which is of {space}.'
+            if type(space).__name__ == "Text":
+                hint = f"Answer with a text of at most {space.max_length} characters."
+            return game._replace(read=partial(read_json_action, space), hint=hint)
+    raise UsageError(f"actions of the space {space} are not read from text: words=module:GAME can")
 
 
 def docstring_rules(doc: str | None) -> str:
@@ -115,18 +109,6 @@ def docstring_rules(doc: str | None) -> str:
         if section.startswith(RULES_SECTIONS):
             lines += section.splitlines()[1:]
     return "\n".join(line.strip() for line in lines if line.strip())[:MAX_RULES]
-
-
-def json_actions(space: Any) -> dict[str, Any]:
-    """Returns `read` and `hint` of a Game whose actions are JSON values of `space`; where they are
-    texts, also whole responses. Raises UsageError if an action cannot be written as JSON."""
-    with suppress(TypeError):
-        if read_json_action(space, to_json(space.sample())) is not None:
-            hint = f'End with JSON: {{"action": ..}}, which is of {space}.'
-            if type(space).__name__ == "Text":
-                hint = f"Answer with a text of at most {space.max_length} characters."
-            return {"read": partial(read_json_action, space), "hint": hint}
-    raise UsageError(f"actions of the space {space} are not read from text: words=module:GAME can")
 
 
 def read_json_action(space: Any, response: str) -> Any:
@@ -147,8 +129,8 @@ def read_json_action(space: Any, response: str) -> Any:
 
 
 def to_action(space: Any, value: Any) -> Any:
-    """Returns a value of JSON or NumPy as an element of `space`, as Gymnasium reads it; None if it
-    is not one. One number stands for an array of one."""
+    """Returns a value of JSON or NumPy as an element of `space`; None if it is not one. One number
+    stands for an array of one."""
     if space.shape == (1,) and isinstance(value, int | float):
         value = [value]
     try:
@@ -160,7 +142,7 @@ def to_action(space: Any, value: Any) -> Any:
 
 
 def to_json(action: Any) -> str:
-    """Returns an action as JSON, which `read_json_action` reads."""
+    """The reverse of `read_json_action`."""
     return json.dumps({"action": action}, default=lambda value: value.tolist())
 
 

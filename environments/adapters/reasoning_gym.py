@@ -41,9 +41,7 @@ class ReasoningGym(Env):
 
     def __init__(self, dataset: str = "basic_arithmetic", **options: Any) -> None:
         if dataset in UNSUPPORTED:
-            raise UsageError(
-                f"the scorer of {dataset} may evaluate an answer as code: name another"
-            )
+            raise UsageError(f"the scorer of {dataset} may run an answer as code: name another")
         if dataset in SET_ORDERED and os.environ.get("PYTHONHASHSEED") != "0":
             raise UsageError(f"set PYTHONHASHSEED=0: {dataset} depends on the order of a set")
         self.name, self.options = dataset, options
