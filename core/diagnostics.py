@@ -9,17 +9,10 @@ has faults, and what they raise.
 import math
 
 from core.config import KNOWN, Config, needs
-from core.invariants import FACTS, Fact, Judge, Limit, Numbers, by_group
-from core.results import Record
-from core.series import (
-    MIN_UPDATES,
-    WINDOW,
-    evaluated,
-    finite,
-    is_evaluation,
-    updates_of,
-)
+from core.invariants import FACTS, MIN_UPDATES, Fact, Judge, Limit, Numbers, by_group
+from core.results import Record, evaluated, finite, updates_of
 
+WINDOW = 5  # updates, where single ones are chance
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
 MAX_UNSOLVED = 0.1  # fraction of groups up to which it does not matter if all are dead
 # how far a mean return has to fall: in standard deviations of a return, and of a mean of P returns
@@ -59,8 +52,8 @@ def new_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     active = active_warnings(records, cfg)
     before = range(len(records) - 1, 0, -1)  # records[:end] is the run one, two, .. records ago
     ends = [*before[:QUIET_UPDATES]]
-    if is_evaluation(records[-1]):
-        ends += [end for end in before if is_evaluation(records[end - 1])][:1]
+    if evaluated(records[-1]):
+        ends += [end for end in before if evaluated(records[end - 1])][:1]
     held = {name for end in ends if active for name in active_warnings(records[:end], cfg)}
     return {name: message for name, message in active.items() if name not in held}
 
@@ -85,9 +78,9 @@ def _fell(records: list[Record], now: Record) -> str:
     """Whether an accuracy is below that of an evaluation in `records`, beyond both intervals."""
     for then in reversed(records):
         for env in evaluated(then, "ci_low"):
-            if finite(now, f"{env}/ci_high") < finite(then, f"{env}/ci_low"):
-                before, after = (finite(r, f"{env}/accuracy") for r in (then, now))
-                text = f"accuracy on {env[5:]} fell to {after:.2f}, from {before:.2f} at update"
+            if finite(now, f"eval/{env}/ci_high") < finite(then, f"eval/{env}/ci_low"):
+                before, after = (finite(r, f"eval/{env}/accuracy") for r in (then, now))
+                text = f"accuracy on {env} fell to {after:.2f}, from {before:.2f} at update"
                 return f"{text} {then['update']}; try {WORSE}"
     return ""
 
@@ -100,7 +93,7 @@ def accuracy_fell(records: list[Record], cfg: Config) -> str:
 def below_start(records: list[Record], cfg: Config) -> str:
     """The policy is no worse than before the first step: by accuracy, and by reward: each of the
     last updates earned clearly less than the first, at the same level."""
-    if fell := _fell([*filter(is_evaluation, records)][:1], records[-1]):
+    if fell := _fell([*filter(evaluated, records)][:1], records[-1]):
         return fell
     updates = updates_of(records)
     judged = [*updates[:1], *updates[-MIN_UPDATES:]]

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from core.config import Config, needs
-from core.results import Record
-from core.series import MIN_UPDATES, evaluated, finite, known
+from core.results import Record, evaluated, finite, known
 
 TWICE = 2  # updates in a row, where one number might be chance
+MIN_UPDATES = 3  # where each has to be a clear sign
 ROUNDING = 1e-6  # nats by which log-probs differ that are computed in other micro-batches
 MIN_LAG = 0.3  # updates that the sampler lacks, in two canaries
 Judge = Callable[[list[Record], Config], str]  # "", or what is wrong, and what to try
@@ -23,10 +23,10 @@ Judge = Callable[[list[Record], Config], str]  # "", or what is wrong, and what 
 
 class Numbers:
     """A record whose missing or infinite numbers are NaN, with which every comparison is false.
-    Those of the evaluation `env`, "eval/<env>", may lack its name."""
+    Those of the evaluation of `env` may lack "eval/<env>/"."""
 
     def __init__(self, record: Record, env: str = "") -> None:
-        self.record, self.start = record, f"{env}/" if env else ""
+        self.record, self.start = record, f"eval/{env}/" if env else ""
 
     def __getitem__(self, name: str) -> Any:
         text = self.record.get(name)
@@ -61,7 +61,7 @@ class Fact(NamedTuple):
                    and self.when(r, cfg) for r in last]  # fmt: skip
             if len(last) == limit.updates and all(off):
                 text = self.says.format(x=last[-1][metric], r=last[-1])
-                return f"{text} ({limit.metric.replace('*', env)}); try {self.try_}"
+                return f"{text} ({limit.metric.replace('*', f'eval/{env}')}); try {self.try_}"
         return ""
 
 
@@ -156,13 +156,6 @@ def should_answer_otherwise(r: Numbers, cfg: Config) -> bool:
     return r["update"] * r["update/moved"] > 0.05 and many and r["accuracy"] < 0.9
 
 
-REWARD = Fact(
-    "reward_differs",
-    Limit("reward/judged_otherwise", 0, 0, 1),
-    "{x:.0%} of the answers earn something else when they are judged again: {r[example/judged]}",
-    "the order of answers and rewards (a shuffle, a gather, workers), what an environment keeps"
-    " from the episode before, a time limit; a reward that draws at random is only noisy",
-)
 STEP = Fact(
     "step_size",
     Limit("update/step_size"),
@@ -223,10 +216,12 @@ ROWS = (
         "printing the decoded ids beside apply_chat_template(messages, tokenize=False,"
         " add_generation_prompt=True): a cut, a lost system message, a second first token",
     ),
-    REWARD,
-    REWARD._replace(
-        limit=Limit("reward/unequal", 0, 0, 1),
-        says="{x:.0%} of equal answers in a group earn unequal rewards: {r[example/reward]}",
+    Fact(
+        "reward_differs",
+        Limit("reward/judged_otherwise", 0, 0, 1),
+        "{x:.0%} of the answers earn something else when judged again: {r[example/judged]}",
+        "the order of answers and rewards (a shuffle, a gather, workers), what an environment keeps"
+        " from the episode before, a time limit; a reward that draws at random is only noisy",
     ),
     Fact(
         "reward_misplaced",

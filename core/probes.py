@@ -15,7 +15,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +136,6 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
         groups[rollout.group_id].append(r)
     alike = [rows for rows in groups.values() if len({opening_of(rollouts[r]) for r in rows}) == 1]
     last = torch.bincount(batch.rollout, minlength=len(rollouts)).cumsum(0) - 1  # [B], its token
-    found["groups/different"] = len({*map(opening_of, rollouts)}) / len(groups)
     if not any(map(is_program, cfg.env)):
         stopped = [t for r in rollouts for t in r.turns if t.finish_reason == "stop"]
         if stopped and not cfg.stop:
@@ -145,7 +143,6 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
             found["length/no_end"] = statistics.fmean(no_end)
         found |= _prompts(cfg, policy, [rollouts[rows[0]] for rows in groups.values()])
         found |= {} if cfg.filter_groups else _equal_answers(batch, alike)
-    found |= _unequal_rewards(cfg, [[rollouts[r] for r in rows] for rows in alike])
     if "groups" in needs(cfg) and cfg.credit == "episode":
         of_rollouts = batch.advantages[last].double()
         ids = torch.tensor([rollout.group_id for rollout in rollouts])
@@ -259,44 +256,10 @@ def _equal_answers(batch: Batch, alike: list[list[int]]) -> dict[str, float]:
     return {"groups/equal_answers": equal, "groups/likely_equal": likely}
 
 
-def _unequal_rewards(cfg: Config, groups: list[list[Rollout]]) -> dict[str, Any]:
-    """Of the episodes of a group with equal texts, the fraction that earned something else."""
-    pairs = list[tuple[Rollout, Rollout]]()
-    for group in groups:
-        seen = dict[Any, Rollout]()
-        for r in filter(partial(is_repeatable, cfg), group):
-            texts = tuple((*t.prompt_ids, -1, *t.completion_ids) for t in r.turns)
-            if (first := seen.setdefault(texts, r)) is not r:
-                pairs.append((first, r))
-    return _earned_otherwise(pairs, "reward/unequal", "example/reward")
-
-
-def _earned_otherwise(
-    pairs: list[tuple[Rollout, Rollout]], metric: str, example: str
-) -> dict[str, Any]:
-    """The fraction of pairs of equal episodes that earned different returns, and one of them."""
-    found = dict[str, Any]()
-    differ = [(a, b) for a, b in pairs if abs(a.episode_return - b.episode_return) > SAME_REWARD]
-    if pairs:
-        found[metric] = len(differ) / len(pairs)
-    for a, b in differ[:1]:
-        earned = f"{a.episode_return:.4g} and {b.episode_return:.4g}"
-        found[example] = f"{last_answer(a)!r} earned {earned}"
-    return found
-
-
 def last_answer(rollout: Rollout) -> str:
     """The end of what the policy, or a demonstration, said last."""
     said = [m["content"] for m in rollout.messages if m["role"] == "assistant"]
     return said[-1][-100:] if said else ""
-
-
-def is_repeatable(cfg: Config, rollout: Rollout) -> bool:
-    """Whether the same answers should earn the same: not with judges, which wait for a model or a
-    server, nor where others act."""
-    spec = next((env for env in cfg.env if env.short == rollout.env), None)
-    judged = spec is None or spec.declares("waits") or spec.declares("heavy")
-    return not judged and rollout.agent == PLAYER
 
 
 def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:
@@ -325,10 +288,11 @@ def judged_again(
     cfg: Config, collector: RolloutCollector, sampled: list[Rollout]
 ) -> dict[str, Any]:
     """The fraction of some episodes that earn something else when their answers are given again, in
-    the reverse order."""
-    specs = {env.short: env for env in training_envs(cfg.env, cfg.train_difficulty)}
-    chosen = [r for r in sampled if not r.error and is_repeatable(cfg, r) and r.env in specs]
-    chosen = [r for r in chosen if "tools" not in r.for_log]
+    the reverse order. Not of judges, which wait for a model or a server, nor where others act."""
+    envs = training_envs(cfg.env, cfg.train_difficulty)
+    specs = {e.short: e for e in envs if not e.declares("waits") and not e.declares("heavy")}
+    alone = [r for r in sampled if not r.error and r.env in specs and r.agent == PLAYER]
+    chosen = [r for r in alone if "tools" not in r.for_log]
     chosen = chosen[:: -(-len(chosen) // NUM_JUDGED) or 1][::-1]
     answers = [zip(r.turns, _written(r), strict=False) for r in chosen]
 
@@ -342,5 +306,10 @@ def judged_again(
 
     tasks = [Task(specs[r.env], r.seed, i) for i, r in enumerate(chosen)]
     played = {r.group_id: r for r in collector.play(tasks, again) if not r.error}
-    both = [(r, played[i]) for i, r in enumerate(chosen) if i in played]
-    return _earned_otherwise(both, "reward/judged_otherwise", "example/judged")
+    pairs = [(r, played[i]) for i, r in enumerate(chosen) if i in played]
+    differ = [(a, b) for a, b in pairs if abs(a.episode_return - b.episode_return) > SAME_REWARD]
+    found: dict[str, Any] = {"reward/judged_otherwise": len(differ) / len(pairs)} if pairs else {}
+    for a, b in differ[:1]:
+        earned = f"{a.episode_return:.4g} and {b.episode_return:.4g}"
+        found["example/judged"] = f"{last_answer(a)!r} earned {earned}"
+    return found

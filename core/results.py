@@ -1,27 +1,105 @@
-"""The held-out accuracy in the records of a run, without torch, so that reports start at once."""
+"""What the records of a run say, without torch, so that reports start at once.
+
+A missing metric is NaN, and every comparison with NaN is false: hence conditions such as
+`not x < limit`.
+"""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
+TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
 
 
-def before_after(records: list[Record]) -> list[tuple[str, Record, Record]]:
+def finite(record: Record, name: str) -> float:
+    """The value of a metric; NaN if there is no finite number."""
+    value = record.get(name)
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+
+
+def known(records: Sequence[Record], name: str) -> list[float]:
+    """The finite values of a metric."""
+    return [value for r in records if not math.isnan(value := finite(r, name))]
+
+
+def updates_of(records: Sequence[Record]) -> list[Record]:
+    """The records from update 1 on; update 0 is the evaluation before training."""
+    return [r for r in records if (r.get("update") or 0) > 0]
+
+
+def num_updates(records: Sequence[Record]) -> int:
+    """The number of the last update; 0 before the first."""
+    return max((r["update"] for r in updates_of(records)), default=0)
+
+
+def minutes(records: Sequence[Record]) -> float:
+    """Minutes spent in warm start, sampling, training and evaluation."""
+    parts = ("rollout", "train", "eval", "sft")  # time/sync_s is a part of time/train_s
+    return sum(sum(known(records, f"time/{part}_s")) for part in parts) / 60
+
+
+def sampled_tokens(records: Sequence[Record]) -> int:
+    """The number of tokens sampled for training."""
+    return int(sum(known(records, "tokens/sampled")))
+
+
+def tokens_to_target(env: str, records: Sequence[Record]) -> int | None:
+    """The tokens sampled for training up to the first evaluation with TARGET_ACCURACY on `env`;
+    None if no evaluation reached it.
+
+    >>> updates = [{"eval/a/accuracy": 0.2}, {"tokens/sampled": 70}, {"tokens/sampled": 30}]
+    >>> tokens_to_target("a", [*updates, {"eval/a/accuracy": 0.9}])
+    100
+    """
+    for end, record in enumerate(records, 1):
+        if finite(record, f"eval/{env}/accuracy") >= TARGET_ACCURACY:
+            return sampled_tokens(records[:end])
+    return None
+
+
+def logged_warnings(records: Sequence[Record]) -> list[tuple[str, list[int], str]]:
+    """The warnings in the records of a log: (name, updates that raised it, first message).
+
+    >>> first, second = {"dead_groups": "all returns equal"}, {"dead_groups": "again"}
+    >>> logged_warnings([{"update": 5, "warnings": first}, {"update": 9, "warnings": second}])
+    [('dead_groups', [5, 9], 'all returns equal')]
+    """
+    warnings: dict[str, tuple[str, list[int], str]] = {}
+    for record in records:
+        for name, message in (record.get("warnings") or {}).items():
+            warnings.setdefault(name, (name, [], message))[1].append(record["update"])
+    return list(warnings.values())
+
+
+def reported(records: Sequence[Record]) -> list[str]:
+    """The info/* that all rollouts report; the mean of a flag that only those report for which it
+    is true is always 1.
+
+    >>> reported([{"info/invalid": 1.0, "reported/invalid": 3, "info/right": 1.0}])
+    ['info/right']
+    """
+    names = {name for record in records for name in record}
+    few = {f"info/{name[9:]}" for name in names if name.startswith("reported/")}
+    return sorted(name for name in names - few if name.startswith("info/"))
+
+
+def evaluated(record: Record, metric: str = "accuracy") -> list[str]:
+    """The environments (and seats, env/agent) whose evaluation has this metric."""
+    return [k[5 : -1 - len(metric)] for k in record
+            if k.startswith("eval/") and k.endswith(f"/{metric}")]  # fmt: skip
+
+
+def before_after(records: Sequence[Record]) -> list[tuple[str, Record, Record]]:
     """For each environment evaluated: its name, and the first and last records that evaluate it.
 
     What was evaluated before a file of the environment changed is not compared: then it is the
     first since.
     """
     edits = [i for i, r in enumerate(records) if "changed_code" in (r.get("warnings") or {})]
-    since = records[max(edits, default=0) :]
-    evaluated = [r for r in since if "update" in r and any(k.startswith("eval/") for k in r)]
-    if not evaluated:
-        return []
-    first, last = evaluated[0], evaluated[-1]
-    both = [k for k in first if k.endswith("/accuracy") and k in last]
-    names = [k[len("eval/") : -len("/accuracy")] for k in both if k.startswith("eval/")]
-    return [(name, first, last) for name in names]
+    evaluations = [r for r in records[max(edits, default=0) :] if evaluated(r)]
+    ends = evaluations[:1] + evaluations[-1:]
+    return [(env, *ends) for env in evaluated(ends[0]) if env in evaluated(ends[1])] if ends else []
 
 
 def never_right(env: str, records: Sequence[Record]) -> bool:
@@ -32,8 +110,7 @@ def never_right(env: str, records: Sequence[Record]) -> bool:
 
 def return_interval(env: str, record: Record) -> list[float]:
     """The mean return with the ends of its interval; equal returns, which have none, are exact."""
-    found = (record.get(f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
-    value, low, high = (math.nan if number is None else number for number in found)
+    value, low, high = (finite(record, f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
     return [value, value, value] if math.isnan(low) else [value, low, high]
 
 

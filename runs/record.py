@@ -47,8 +47,7 @@ sys.path += [str(HERE), str(ROOT)]
 
 from core.files.run_log import read_records  # noqa: E402
 from core.report.curves import COLORS, band, label, panels  # noqa: E402
-from core.report.summary import tokens_to_target  # noqa: E402
-from core.results import before_after  # noqa: E402
+from core.results import before_after, tokens_to_target  # noqa: E402
 
 
 @dataclass

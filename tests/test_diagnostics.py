@@ -66,7 +66,6 @@ LIMITS = [  # a metric within its limit and beyond it, and the update that it is
     ("demonstrations_wrong", "demonstrations/right", 1.0, 0.99, 1),
     ("prompts_differ", "groups/prompts_differ", 0.0, 0.01, 1),
     ("reward_differs", "reward/judged_otherwise", 0.0, 0.01, 1),
-    ("reward_differs", "reward/unequal", 0.0, 0.01, 1),
     ("no_end_token", "length/no_end", 0.0, 0.01, 1),
     ("same_tasks", "groups/repeated", 0.99, 1.0, 2),
     ("stale_weights", "gap/canary", 0.29, 0.31, 2),

@@ -11,8 +11,8 @@ from core.report import doctor
 RUNS = Path(__file__).resolve().parent.parent / "runs"
 
 
-def update(number, reward=0.5, **metrics):
-    return {"update": number, "reward/mean": reward + 0.01 * (-1) ** number} | metrics
+def update(number, **metrics):
+    return {"update": number, "reward/mean": 0.5} | metrics
 
 
 def evaluation(accuracy, p=None, low=None, **returns):
@@ -25,10 +25,9 @@ def shown(records, folder=Path("runs/a"), **config):
     return doctor.findings(folder, {"algo": "grpo", "lr": 1e-5} | config, records)
 
 
-def trained(after, rewards=lambda n: n / 50, updates=20, **metrics):
+def trained(after, **metrics):
     """A run with an evaluation before and after it."""
-    rows = [{"update": 0} | evaluation(0.2)]
-    rows += [update(n, rewards(n), **metrics) for n in range(1, updates + 1)]
+    rows = [{"update": 0} | evaluation(0.2), *(update(n, **metrics) for n in range(1, 21))]
     rows[-1] |= after
     return rows
 
@@ -47,31 +46,30 @@ NO_ANSWER = [{"update": 0} | evaluation(0.0, return_mean=0.4), update(1) | EARNS
     (trained(evaluation(0.5, p=1e-9)),
      "It learns: held-out accuracy on sums [95%]: 0.20 [0.15, 0.25] before RL -> "
      "0.50 [0.45, 0.55] after 20 updates (256 tasks, McNemar's p = 1e-09)",
-     "more updates, as the reward still rises (0.258 to 0.362 in the last 5 updates): "
+     "more updates, or more tasks per evaluation (--eval-num-tasks): "
      "python train.py --resume runs/a --num-updates 40"),
     (trained(SOLVED), "It learns", "harder"),
-    (trained(SOLVED, **{"update/steps": 0}), "It learns", "still rises"),  # nothing was trained
-    (trained(evaluation(1.0, p=1e-3, low=0.2)), "It learns", "still rises"),  # few tasks
-    (trained(evaluation(0.1, p=1e-9), lambda n: 1 - n / 50), "It has become worse", "--lr"),
-    (trained(evaluation(0.23, p=0.4), lambda n: 0.5), "The change may be chance", "--eval-num"),
-    (trained(evaluation(0.5, p=1e-9), length__hit=1, updates=4), "It learns", "too few"),
+    (trained(SOLVED, **{"update/steps": 0}), "It learns", "more updates"),  # nothing was trained
+    (trained(evaluation(1.0, p=1e-3, low=0.2)), "It learns", "more updates"),  # few tasks
+    (trained(evaluation(0.1, p=1e-9)), "It has become worse", "a lower --lr"),
+    (trained(evaluation(0.23, p=0.4)), "The change may be chance", "--eval-num"),
     (trained(evaluation(0.5, p=1e-9), **{"length/hit_token_limit": 0.3}), "It learns", "--max-tok"),
     (trained(evaluation(0.5)), "Held-out accuracy", "more updates"),  # of other tasks: no p
-    (NO_ANSWER, "No answer counts as right", "too few"),
+    (NO_ANSWER, "No answer counts as right", "more updates"),
     ([{"update": 0} | evaluation(0.2)], "Held-out accuracy on sums [95%]: 0.20 [0.15, 0.25]", ""),
 ])  # fmt: skip
 def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(records, text, step):
-    (found,) = shown(records)
-    assert found.text.startswith(text) and step in found.next and bool(step) == bool(found.next)
-    assert ("mean return 0.40 -> 0.70 [0.60, 0.80]" in found.text) == (records is NO_ANSWER)
+    [(found, following)] = shown(records)
+    assert found.startswith(text) and step in following and bool(step) == bool(following)
+    assert ("mean return 0.40 -> 0.70 [0.60, 0.80]" in found) == (records is NO_ANSWER)
 
 
 def test_what_was_evaluated_before_an_edit_is_not_compared():
-    *_, alone = shown(edited(trained(evaluation(0.5, p=1e-9)), at=3))
-    assert "->" not in alone.text and alone.text.endswith("0.50 [0.45, 0.55]")
+    *_, (alone, _) = shown(edited(trained(evaluation(0.5, p=1e-9)), at=3))
+    assert "->" not in alone and alone.endswith("0.50 [0.45, 0.55]")
     rows = edited(trained(evaluation(0.5)), at=3)
     rows[4] |= evaluation(0.3)
-    assert "0.30 [0.25, 0.35] at update 4 -> 0.50" in shown(rows)[-1].text
+    assert "0.30 [0.25, 0.35] at update 4 -> 0.50" in shown(rows)[-1][0]
 
 
 @pytest.mark.parametrize(("before", "after", "said"), [
@@ -82,8 +80,8 @@ def test_what_was_evaluated_before_an_edit_is_not_compared():
 def test_where_no_answer_is_right_the_mean_return_decides(before, after, said):
     ends = [dict(zip(("return_mean", "return_low", "return_high"), x, strict=False))
             for x in (before, after)]  # fmt: skip
-    (found,) = shown([update(n) | evaluation(0.0, p=1.0, **end) for n, end in enumerate(ends)])
-    assert f"and the mean return {said}: held-out" in found.text
+    [(found, _)] = shown([update(n) | evaluation(0.0, p=1.0, **end) for n, end in enumerate(ends)])
+    assert f"and the mean return {said}: held-out" in found
 
 
 def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
@@ -95,9 +93,9 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     lines = map(json.dumps, ({"kind": "eval"}, rollout))
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
     warnings = {"no_reward": "nothing was earned; try python -m environments play SPEC"}
-    (found,) = shown([update(3, warnings=warnings)], tmp_path, env=["compose"])
-    assert found.text.endswith(" The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3)")
-    assert found.next == "python -m environments play compose"
+    [(found, following)] = shown([update(3, warnings=warnings)], tmp_path, env=["compose"])
+    assert found.endswith(" The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3)")
+    assert following == "python -m environments play compose"
 
 
 @pytest.mark.parametrize("pattern", ["letter_counting_tiny/*-seed[0-4]", "smollm2/sums-seed*"])
@@ -105,7 +103,7 @@ def test_recorded_runs_that_learn_have_one_finding(pattern):
     files = [file for file in RUNS.glob(f"{pattern}.jsonl") if "answers" not in file.name]
     found = {file.name: shown(read_records(file)) for file in files}
     assert files and all(len(lines) == 1 for lines in found.values()), found
-    assert all(lines[0].text.startswith("It learns: ") for lines in found.values())
+    assert all(text.startswith("It learns: ") for [(text, _)] in found.values())
 
 
 def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch, capsys):

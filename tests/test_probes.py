@@ -78,18 +78,6 @@ def test_equal_answers_are_counted_and_expected_by_their_probabilities():
     assert found == {"groups/equal_answers": 1.0, "groups/likely_equal": pytest.approx(2.625)}
 
 
-def test_equal_answers_that_earn_something_else_are_counted():
-    cfg = resolve(Config(env=("letter_counting",)))
-    answers, rewards = [[5], [5], [5], [6], [6]], [1.0, 1.0, 0.0, 0.5, 0.5]
-    group = [replace(r, env=cfg.env[0].short) for r in rollouts_of(answers, rewards)]
-    group[0].messages.append({"role": "assistant", "content": "two"})
-    found = probes._unequal_rewards(cfg, [group])
-    assert found["reward/unequal"] == pytest.approx(1 / 3)
-    assert found["example/reward"] == "'two' earned 1 and 0"
-    others = [replace(r, env="another") for r in group]  # of a judge, or unknown
-    assert probes._unequal_rewards(cfg, [others]) == {}
-
-
 def episode(turns, steps, correct=False):
     """Turns as (prompt, answer, reward), and the (reward, fresh) of the environment's steps."""
     rollout = Rollout("e", base.PLAYER, 0, 0, info={"correct": correct}, steps=steps)

@@ -42,7 +42,7 @@ from core.files.run_log import METRICS, read_records
 from core.loading import has_adapters, load_policy
 from core.memory import out_of_memory_as_one_line
 from core.policy import Policy
-from core.report.summary import num_updates
+from core.results import num_updates
 from core.sampler import SamplingParams, TorchSampler, params_of, to_completion
 from core.seeds import derive_seed
 from core.settings import find_run, known_runs

@@ -16,18 +16,12 @@ from typing import Any
 
 import tyro
 
+from core import results
 from core.faults import UsageError
 from core.files.run_log import METRICS, read_records
 from core.report.page import write_page
-from core.report.summary import (
-    TARGET_ACCURACY,
-    algorithm_title,
-    minutes,
-    names_of,
-    sampled_tokens,
-    tokens_to_target,
-)
-from core.results import Record, accuracy_of, before_after
+from core.report.summary import algorithm_title, names_of
+from core.results import Record, accuracy_of
 from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.text import printable
@@ -85,14 +79,14 @@ def lines(runs: list[Run], board: bool = False) -> list[str]:
     rows: list[tuple[str, float, float, str]] = []
     for name, (_, config, records) in zip(names_of([run[0] for run in runs]), runs, strict=True):
         budget, tasks = config["max_sampled_tokens"], config["eval_num_tasks"]
-        evaluated = before_after(records)
+        evaluated = results.before_after(records)
         for title, first, last in evaluated[:1] if board and budget else evaluated * (not board):
-            needed, final = tokens_to_target(title, records), last[f"eval/{title}/accuracy"]
+            needed, final = results.tokens_to_target(title, records), last[f"eval/{title}/accuracy"]
             reached = "not reached" if needed is None else f"after {needed:,} tokens"
-            cost = f"{sampled_tokens(records):,} tokens, {minutes(records):.1f} min"
+            cost = f"{results.sampled_tokens(records):,} tokens, {results.minutes(records):.1f} min"
             how = f"{name}: {algorithm_title(config)} from {config['model_id']}"
             change = f"{accuracy_of(title, first)} -> {accuracy_of(title, last)}"
-            line = f"  {change}  {how}; {TARGET_ACCURACY} {reached}; {cost}"
+            line = f"  {change}  {how}; {results.TARGET_ACCURACY} {reached}; {cost}"
             if board:
                 title, needed = f"{title}, {tasks} held-out tasks, {budget:,} sampled tokens", 0
             rows.append((title, math.inf if needed is None else needed, -final, line))

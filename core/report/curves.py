@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from core.files.atomic import published
-from core.report.summary import logged_warnings, reported
-from core.results import Record, before_after
+from core.results import Record, before_after, logged_warnings, reported
 
 INK, GRID = "#2b2b33", "#e4e4ea"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"

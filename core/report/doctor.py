@@ -2,22 +2,20 @@
 
     python -m core.report.doctor runs/<name>
 
-Is the run sound? Is it learning, or is the answer in the noise? Would more updates help? The same
-lines open report.html of the run, and end its output.
+Is the run sound? Is it learning, or is the answer in the noise? The same lines open report.html of
+the run, and end its output.
 """
 
-import statistics
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from core import series
+from core import results
 from core.diagnostics import SYMPTOMS
 from core.faults import UsageError
 from core.files.run_folder import again, quoted
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
-from core.report.summary import logged_warnings, num_updates
-from core.results import Record, accuracy_of, before_after, never_right, return_interval, return_of
+from core.results import Record, accuracy_of, never_right, return_interval, return_of
 from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.registry import relative
@@ -27,13 +25,8 @@ CLEAR = 0.05  # McNemar's p below which accuracy has changed
 SOLVED = 0.8  # the lower end of the accuracy's interval: of 64 answers 58 were right
 MANY_CUT = 0.1  # completions that end at the token limit
 SIGNS = dict(SYMPTOMS)  # what follows from a broken fact
-
-
-class Finding(NamedTuple):
-    """A sentence with its number, and the next step."""
-
-    text: str
-    next: str
+WORSE = "It has become worse"
+Finding = tuple[str, str]  # a sentence with its number, and the next step or ""
 
 
 def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
@@ -41,16 +34,20 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
     follows from them, and the accuracy on each environment. What to do next about an accuracy
     follows from the warnings, if there are any."""
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
-    found = []
-    for name, updates, message in sorted(logged_warnings(records), key=lambda w: w[0] in SIGNS):
+    found = list[Finding]()
+    warned = sorted(results.logged_warnings(records), key=lambda warning: warning[0] in SIGNS)
+    for name, updates, message in warned:
         text, _, advice = message.partition("; try ")
         example = _example(folder) if name == "no_reward" else ""
         at = f"{name} at update {', '.join(map(str, updates))}"
-        found.append(Finding(f"{at}: {text}{example}", advice.replace("SPEC", spec)))
-    warned = bool(found)
-    for env, first, last in before_after(records):
-        step = "" if warned or last is first else _next(folder, config, records, env, last)
-        found.append(Finding(_accuracy(env, first, last), step))
+        found.append((f"{at}: {text}{example}", advice.replace("SPEC", spec)))
+    for env, first, last in results.before_after(records):
+        verdict, text = _accuracy(env, first, last)
+        text = f"{verdict}: {text}" if verdict else text[:1].upper() + text[1:]
+        flags = "--resume", str(folder), "--num-updates", str(2 * results.num_updates(records))
+        go_on = again(config.get("env", ()), *flags)
+        silent = warned or last is first
+        found.append((text, "" if silent else _next(records, env, last, verdict, go_on)))
     return found
 
 
@@ -69,60 +66,42 @@ def _example(folder: Path) -> str:
     return ""
 
 
-def _accuracy(env: str, first: Record, last: Record) -> str:
-    """The held-out accuracy on `env` before and after, and whether the change may be chance; the
+def _accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
+    """Whether the change between two evaluations may be chance, and the held-out accuracies; the
     accuracy alone where no update followed."""
-    before, after = accuracy_of(env, first), accuracy_of(env, last)
+    verdict, notes = "", list[str]()
+    text = f"held-out accuracy on {env} [95%]: {accuracy_of(env, first)}"
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
-    text, notes = f"held-out accuracy on {env} [95%]: {before}", list[str]()
     if last is not first:
         when = f"at update {first['update']}" if first["update"] else "before RL"
-        text += f" {when} -> {after} after {last['update']} updates"
+        text += f" {when} -> {accuracy_of(env, last)} after {last['update']} updates"
         if never_right(env, (first, last)):
             (_, low, high), (_, least, most) = (return_interval(env, r) for r in (first, last))
             change = "rose" if least > high else "fell" if most < low else "may be as before"
-            text = f"No answer counts as right, and the mean return {change}: {text}"
+            verdict = f"No answer counts as right, and the mean return {change}"
             notes.append(f"mean return {return_of(env, first)} -> {return_of(env, last)}")
         elif p is not None:
-            rises = last[f"eval/{env}/accuracy"] > first[f"eval/{env}/accuracy"]
-            verdict = "It learns" if rises else "It has become worse"
-            text = f"{verdict if p < CLEAR else 'The change may be chance'}: {text}"
+            before, after = (record[f"eval/{env}/accuracy"] for record in (first, last))
+            changed = "It learns" if after > before else WORSE
+            verdict = changed if p < CLEAR else "The change may be chance"
             tasks = min(record.get(f"eval/{env}/tasks", 0) for record in (first, last))
             notes.append(f"{tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
     notes += [] if trivial is None else [f"trivial baseline {trivial:.2f}"]
-    text = f"{text} ({'; '.join(notes)})" if notes else text
-    return text[:1].upper() + text[1:]
+    return verdict, f"{text} ({'; '.join(notes)})" if notes else text
 
 
-def _next(
-    folder: Path, config: dict[str, Any], records: list[Record], env: str, last_eval: Record
-) -> str:
-    """Harder tasks, longer answers or more updates, by how the reward moved in the last updates."""
-    updates = series.updates_of(records)
-    window = max(series.WINDOW, len(updates) // 4)
-    before, last = updates[-2 * window : -window], updates[-window:]
-    flags = "--resume", str(folder), "--num-updates", str(2 * num_updates(records))
-    go_on = again(config.get("env", ()), *flags)
-    trained = any(record.get("update/steps", 1) for record in updates)
-    if trained and series.finite(last_eval, f"eval/{env}/ci_low") >= SOLVED:
+def _next(records: list[Record], env: str, last: Record, verdict: str, go_on: str) -> str:
+    """Harder tasks, longer answers or more updates; `go_on`: the command of the last."""
+    trained = any(record.get("update/steps", 1) for record in results.updates_of(records))
+    if trained and results.finite(last, f"eval/{env}/ci_low") >= SOLVED:
         return "harder tasks, as these are solved"
     if never_right(env, records) and env.startswith("rewarded"):
         return "if such answers are right, say so (correct=NAME, threshold=X of the environment)"
-    cut = statistics.fmean(series.known(last, "length/hit_token_limit") or [0.0])
-    if cut > MANY_CUT:
+    if (cut := results.finite(last, "length/hit_token_limit")) > MANY_CUT:
         return f"a higher --max-tokens, as {cut:.0%} of the completions are cut"
-    if updates and all(r.get("reward/min") == r.get("reward/max") == 0 for r in updates):
-        return ("demonstrations and --sft-steps, or a pretrained model: every reward was 0, so "
-                "there was nothing to compare")  # fmt: skip
-    if len(before) < series.WINDOW:
-        return f"more updates, as these are too few to tell: {go_on}"
-    change = series.change_of(before, last, "reward/mean")
-    if change is None:
-        return f"more updates, or more tasks per evaluation (--eval-num-tasks): {go_on}"
-    means = f"{change[0]:.3f} to {change[1]:.3f} in the last {len(last)} updates"
-    if change[1] < change[0]:
-        return f"a lower --lr or fewer updates, as the reward falls again ({means})"
-    return f"more updates, as the reward still rises ({means}): {go_on}"
+    if verdict == WORSE:
+        return "a lower --lr or fewer updates"
+    return f"more updates, or more tasks per evaluation (--eval-num-tasks): {go_on}"
 
 
 def lines(folder: Path, config: dict[str, Any], records: list[Record]) -> list[str]:
@@ -135,7 +114,7 @@ def final_lines(folder: Path, config: dict[str, Any]) -> list[str]:
     """The lines that end a run: what it shows, and its files."""
     found = lines(folder, config, read_records(folder / METRICS))
     found.append(f"curves: {folder / 'curves.png'}   rollouts: {folder / 'report.html'}")
-    if config["sampler"] != "openai":
+    if (folder / "model").exists():  # not of a server
         command = quoted(["python", "-m", "core.chat", str(folder), "--before"])
         found.append(f"talk to it: {command}")
     return found
@@ -149,7 +128,7 @@ def main(args: list[str]) -> int:
             raise UsageError("name the folder of a run: python -m core.report.doctor runs/a")
         for folder in map(Path, folders):
             config, records = read_settings(folder / "config.yaml"), read_records(folder / METRICS)
-            nothing = f"Nothing stands out up to update {num_updates(records)}."
+            nothing = f"Nothing stands out up to update {results.num_updates(records)}."
             for line in lines(folder, config, records) or [nothing]:
                 print(f"{folder}: {line}" if len(folders) > 1 else line)
         return 0

@@ -13,21 +13,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from core import results
 from core.files.atomic import published
 from core.files.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, iter_records, read_records
 from core.report.doctor import findings
-from core.report.summary import (
-    algorithm_title,
-    logged_warnings,
-    minutes,
-    names_of,
-    num_updates,
-    repeat_command,
-    reported,
-    sampled_tokens,
-    tokens_to_target,
-)
-from core.results import Record, before_after
+from core.report.summary import algorithm_title, names_of, repeat_command
+from core.results import Record
 from core.settings import by_flag
 from environments.plumbing.registry import meanings, short_names
 from environments.plumbing.text import printable_json
@@ -104,26 +95,26 @@ def _run_data(name: str, folder: Path, config: dict[str, Any], room: int) -> Rec
         "model": str(config["model_id"]),
         "seed": config["seed"],
         "command": repeat_command(folder, config),
-        "num_updates": num_updates(records),
-        "minutes": round(minutes(records), 2),
-        "tokens": sampled_tokens(records),
+        "num_updates": results.num_updates(records),
+        "minutes": round(results.minutes(records), 2),
+        "tokens": results.sampled_tokens(records),
         "results": [
             {
                 "env": env,
                 "before": _evaluation(env, first),
                 "after": _evaluation(env, last),
-                "tokens_to_target": tokens_to_target(env, records),
+                "tokens_to_target": results.tokens_to_target(env, records),
             }
-            for env, first, last in before_after(records)
+            for env, first, last in results.before_after(records)
         ],
-        "findings": [finding._asdict() for finding in findings(folder, config, records)],
+        "findings": findings(folder, config, records),
         "settings": [[key, shorten(str(value), 200)] for key, value in by_flag(config).items()],
         "warnings": [
             {"name": name, "updates": updates, "message": message}
-            for name, updates, message in logged_warnings(records)
+            for name, updates, message in results.logged_warnings(records)
         ],
         "curves": _curves(records),
-        "reported": reported(records),
+        "reported": results.reported(records),
         "meanings": meanings(config["env"]),
         "held_out": config.get("eval_num_tasks", 0) * len(config.get("eval_env") or config["env"]),
     }
