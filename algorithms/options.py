@@ -47,8 +47,7 @@ class LoopOptions:
     """What the loop reads of the options of every algorithm, which derive from this class.
 
     These are no flags. An algorithm that needs another value declares the field in its `Options`:
-    it is a flag then, such as `--ppo.target-kl`. `needs` is a plain attribute there, or a property
-    where it depends on the options.
+    it is a flag then, such as `--ppo.target-kl`. `needs` is a plain attribute there, or a property.
     """
 
     loss_type: str = ""  # the variant, shown in the title of a run
@@ -65,10 +64,7 @@ class LoopOptions:
         return frozenset()
 
     def divergence(self, logprobs: Any, teacher: Any) -> Any:
-        """[n]: how far the policy is from its teacher (core/feedback.py), from log-probs [n, V].
-
-        For algorithms that need "feedback".
-        """
+        """[n]: how far the policy is from its teacher (core/feedback.py), from log-probs [n, V]."""
         raise NotImplementedError("an algorithm that needs feedback has Options.divergence")
 
     def with_preset(self) -> Self:

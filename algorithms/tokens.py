@@ -118,8 +118,9 @@ def turns_of(tokens: Tokens) -> Turns:
     >>> turns.returns, turns.of_token
     (tensor([3., 4.], dtype=torch.float64), tensor([0, 0, 1]))
     """
-    turn_ids = pair_ids(tokens.rollout, tokens.turn)
-    _, of_token, lengths = turn_ids.unique_consecutive(return_inverse=True, return_counts=True)
+    _, of_token, lengths = torch.stack([tokens.rollout, tokens.turn]).unique_consecutive(
+        dim=1, return_inverse=True, return_counts=True
+    )
     last = lengths.cumsum(0) - 1
     rewards = tokens.rewards.double()
     returns = sums(rewards, of_token)
@@ -130,17 +131,8 @@ def turns_of(tokens: Tokens) -> Turns:
         if rollouts[k] == rollouts[k + 1]:
             returns[k] += discounts[k] * returns[k + 1]
     number = tokens.turn[last]
-    _, peers = pair_ids(tokens.group[last], number).unique(return_inverse=True)
+    _, peers = torch.stack([tokens.group[last], number]).unique(dim=1, return_inverse=True)
     return Turns(returns, number, peers, last, of_token)
-
-
-def pair_ids(a: Tensor, b: Tensor) -> Tensor:
-    """A number for each pair of ids, int64 [n] and [n]; equal for equal pairs.
-
-    >>> pair_ids(torch.tensor([3, 3, 0]), torch.tensor([1, 1, 2]))
-    tensor([10, 10,  2])
-    """
-    return a * (int(b.max()) + 1) + b if len(b) else a
 
 
 def minus(returns: Tensor, baseline: Tensor) -> Tensor:
@@ -204,11 +196,10 @@ def token_weights(
         constant    1 / (rollouts · max_tokens)                      Dr. GRPO, arXiv:2503.20783
 
     All counts are of the step: `rollouts` lists its rollouts. Tokens with an advantage of 0 count,
-    too. With `sequence` each token of a long
-    rollout weighs less, so a long wrong answer is pushed down less per token. With `constant` the
-    weight does not depend on the rollout's length; `max_tokens` is the limit of one completion, so
-    a rollout of several turns can weigh more than 1 / rollouts.
-    `sequence`, `prompt` and `constant` also count rollouts whose tokens are all left out.
+    too; rollouts whose tokens are all left out count in all but `token`. With `sequence` each token
+    of a long rollout weighs less, so a long wrong answer is pushed down less per token. With
+    `constant` the weight does not depend on the rollout's length; `max_tokens` is the limit of one
+    completion, so a rollout of several turns can weigh more than 1 / rollouts.
 
     Returns [S] of the default dtype, 0 for the tokens of other rollouts and those out of the loss.
 
@@ -230,14 +221,12 @@ def token_weights(
     raise ValueError(f"no such aggregation: {aggregation}")
 
 
-def normalize(x: Tensor, in_loss: Tensor, eps: float = 1e-4) -> Tensor:
-    """Shifts and scales [S] to mean 0 and standard deviation 1 over the tokens in the loss.
-
-    The other tokens get 0. Returns float64.
-    """
+def normalize(x: Tensor, in_loss: Tensor) -> Tensor:
+    """`x` [S] with mean 0 and standard deviation 1 over the tokens in the loss, 0 for the others;
+    float64."""
     inside, result = x[in_loss].double(), torch.zeros_like(x, dtype=torch.float64)
     centered = minus(inside, inside.mean())
-    result[in_loss] = centered / (centered.square().mean().sqrt() + eps)
+    result[in_loss] = centered / (centered.square().mean().sqrt() + 1e-4)
     return result
 
 
@@ -254,5 +243,5 @@ def surrogate_metrics(
     if not either_sign:
         low, high = low & (tokens.advantages < 0), high & (tokens.advantages > 0)
     kl = kl_estimate(tokens.old_logprobs, tokens.logprobs)
-    found = {"clip/low_fraction": low, "clip/high_fraction": high, "kl/approx": kl}
-    return {name: x[tokens.in_loss].sum().item() for name, x in found.items()}
+    metrics = {"clip/low_fraction": low, "clip/high_fraction": high, "kl/approx": kl}
+    return {name: x[tokens.in_loss].sum().item() for name, x in metrics.items()}
