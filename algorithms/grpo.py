@@ -4,16 +4,15 @@
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
 R_i is the return of rollout i and π_old the trainer's policy before the first gradient step of the
-update. The code divides by the std of a sample (n-1) plus 1e-4. In the first step of an update, by
-default the only one, every ratio ρ_t is 1, up to rounding, and nothing is clipped. But the ratio
-still has a gradient: that of a term of L is -A_i ∇ log π(x_t), the policy gradient with the sign
-for descent.
+update. The std is that of a sample (n-1). In the first step of an update, by default the only one,
+every ratio ρ_t is 1, up to rounding, and nothing is clipped. But the ratio still has a gradient:
+that of a term of L is -A_i ∇ log π(x_t), the policy gradient with the sign for descent.
 
-The code also multiplies each token's term by its token weight, by default 1 / number of tokens, and
-by its importance weight, π_old / π_sampler capped at --tis-cap (off_policy.py).
+Each term also has its token weight, by default 1 / number of tokens, and its importance weight,
+π_old / π_sampler capped at --tis-cap (off_policy.py).
 
-Variants change a few numbers; `--grpo.loss-type` names a set of them (LOSS_TYPES below). The
-default is dapo: every token counts the same, whatever the length of its rollout.
+`--grpo.loss-type` names a set of numbers (LOSS_TYPES below). The default is dapo: every token
+counts the same, whatever the length of its rollout.
 
     grpo       ε_high = ε_low; the mean over the tokens of a rollout, then over rollouts
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
@@ -21,13 +20,11 @@ default is dapo: every token counts the same, whatever the length of its rollout
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
     max_rl     as dapo, but divides by the mean of the group            arXiv:2602.02710 (README.md)
 
-variants/ has other formulas: gspo, cispo, dppo and sdpo.
-
 Differences from the papers: there is no KL term unless --kl-coef is set. Then its estimator is k2
-(--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ (kl.py). `token`
-weights are taken over all groups of a step, as verl and TRL do; DAPO's equation has them within
-each group, which is `prompt`. DAPO's dynamic sampling and overlong filtering are flags of the
-loop: --filter-groups and --mask-truncated-completions.
+(DeepSeekMath: k3), and each of its terms is multiplied by ρ (kl.py). `token` weights are taken over
+all groups of a step, as verl and TRL do; DAPO's equation has them within each group, which is
+`prompt`. DAPO's dynamic sampling and overlong filtering are --filter-groups and
+--mask-truncated-completions.
 
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """

@@ -32,9 +32,8 @@ def weighted_kl(logprobs: Tensor, ratio: Tensor, other: Tensor, kind: KL) -> Ten
         sg[ρ] k2        sg: no gradient through ρ. E_old[ρ ∇ k2] = E_π[d ∇ log π], which is the
                         gradient of the KL                                   arXiv:2506.09477
 
-    With ρ detached, the expected gradient of k1 would be 0, and that of k3 would be the gradient of
-    KL(other ‖ π). All this is about the KL of one next-token distribution with its context fixed;
-    no estimate counts how π changes the contexts of later tokens. Gradients flow through
+    With ρ detached, the expected gradient of k1 would be 0, that of k3 the gradient of KL(other ‖
+    π). No estimate counts how π changes the contexts of later tokens. Gradients flow through
     `logprobs` and `ratio`.
     """
     estimate = kl_estimate(logprobs, other, kind)

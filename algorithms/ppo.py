@@ -11,19 +11,17 @@ last token of a turn and 1 otherwise; λ applies per token. Â are the advantage
 batch, ρ_t = π(x_t) / π_old(x_t) is the policy ratio, c is --ppo.value-coef. In the first gradient
 step of an update ρ is 1 and nothing is clipped; by default there is only that one.
 
-The squared error is that of v or, if larger, that of v limited to v° ± --ppo.value-clip (by default
-0.5; 0: no limit). The code also multiplies both terms by the token's
-weight, which turns the sum into a mean, and the policy term by its importance weight.
+The squared error is that of v or, if larger, that of v limited to v° ± --ppo.value-clip. Both terms
+have the token's weight, which turns the sum into a mean, and the first its importance weight.
 
 The value head is a linear layer on the hidden states of the policy's last layer, so one forward
 pass computes values and log-probs; the value loss trains the policy's layers too. After the last
 token of an episode v is 0, also where --max-turns, the context length or a limit of the environment
 cut the episode: picoRL does not bootstrap, as these limits are part of the task.
 
---ppo.value-lambda gives the value targets a λ of their own. With 1 they are the rewards still to
-come, which are not biased by a value head that is initialized to 0 and still untrained. Together
-with --ppo.value-warmup, which trains the value head before the policy, this is VC-PPO
-(arXiv:2503.01491).
+With --ppo.value-lambda 1 the value targets are the rewards still to come, which are not biased by a
+value head that is initialized to 0 and still untrained. Together with --ppo.value-warmup, which
+trains the value head before the policy, this is VC-PPO (arXiv:2503.01491).
 
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
@@ -65,10 +63,7 @@ class Options(LoopOptions):
 
 def compute_advantages(tokens: Tokens, options: Options) -> dict[str, Tensor]:
     """[S] each: the GAE of every sampled token, normalized over those in the loss, and the value
-    targets.
-
-    A target is value + GAE, not normalized, with λ = `value_lambda` if that is given.
-    """
+    targets: value + GAE, not normalized, with λ = `value_lambda` if that is given."""
     advantages = for_targets = gae(tokens, options.gae_lambda)
     if options.value_lambda is not None:  # decoupled GAE
         for_targets = gae(tokens, options.value_lambda)
@@ -80,12 +75,10 @@ def compute_advantages(tokens: Tokens, options: Options) -> dict[str, Tensor]:
 def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, float]]:
     """Σ token_weights · (-w · surrogate + value_coef · value error / 2) over the sampled tokens.
 
-    w are the importance weights between sampler and trainer (off_policy.py). Gradients flow through
-    `tokens.logprobs` and `tokens.values`. Returns the loss, and metrics as plain sums over the
-    tokens in it.
+    w are the importance weights (off_policy.py). Gradients flow through `tokens.logprobs` and
+    `tokens.values`. Returns the loss, and metrics as plain sums over the tokens in it.
     """
     advantages, clip = tokens.advantages, options.clip
-    # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()  # [n]
     # the smaller of the two: beyond the clip, a further change in the intended direction gains
     # nothing, and a change in the wrong direction still costs

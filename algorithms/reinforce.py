@@ -43,8 +43,8 @@ class Options(LoopOptions):
     """Options of REINFORCE."""
 
     baseline: Literal["batch", "group", "leave_one_out", "none"] = "batch"
-    """Subtracted from the return: the mean of the batch, of the group, of the other rollouts of the
-    group (RLOO), or nothing."""
+    """Subtracted from the return: the mean of the batch, of the group, of the group's other
+    rollouts (RLOO), or nothing."""
     normalize: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over all tokens in the loss (as in
     REINFORCE++)."""
@@ -89,9 +89,9 @@ def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, fl
     """-Σ token_weights · w · sg[ρ] · A · log π over the n sampled tokens of a micro-batch.
 
     Its gradient is the policy gradient, with the sign for descent; its value says nothing about how
-    good the policy is. A are the advantages, w the importance weights between sampler and trainer
-    (off_policy.py); sg[ρ] is ρ without gradient. Gradients flow through `tokens.logprobs`. Returns
-    the loss, and metrics as plain sums over the tokens in it.
+    good the policy is. w are the importance weights (off_policy.py); sg[ρ] is ρ without gradient.
+    Gradients flow through `tokens.logprobs`. Returns the loss, and metrics as plain sums over the
+    tokens in it.
     """
     ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()  # [n]
     factor = tokens.importance_weights * ratio * tokens.advantages

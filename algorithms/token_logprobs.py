@@ -36,13 +36,11 @@ def token_logprobs(
     `hidden` [U, D] of U distinct prefixes, `predictors` [n] which of them ends before each token,
     `targets` [n] the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns three float32
     vectors [n], in nats and nats². Gradients flow through the log-probs, and with `entropy_grad`
-    through the entropy. The varentropy is the variance of -log π(x) for x from the distribution,
-    whose mean is the entropy. With `compare`, what it makes of the whole distributions is a fourth
-    vector.
+    through the entropy. The varentropy is the variance of -log π(x), whose mean is the entropy.
+    `compare`: a fourth vector is what it makes of the whole distributions. `kept_ids`: `only_kept`.
 
     There is one row of logits for each distinct prefix after which a token was sampled. If these
     are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
-    `kept_ids`: see `only_kept`; None: all ids.
     """
     if kept_ids is None and compare is None:
         prefixes, place = predictors.unique(return_inverse=True)  # [l], [n]: prefixes[place]
@@ -70,8 +68,8 @@ def token_logprobs(
     for start in range(0, len(prefixes), chunk):
         here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)
         args = one_chunk, start, here
-        found = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)
-        outputs = [x.index_copy(0, here, new) for x, new in zip(outputs, found, strict=True)]
+        parts = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)
+        outputs = [x.index_copy(0, here, new) for x, new in zip(outputs, parts, strict=True)]
     return tuple(outputs)
 
 

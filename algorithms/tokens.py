@@ -12,6 +12,7 @@ gradient of the step, however the step was cut.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Tokens:
     importance_weights: Tensor  # made of it: capped, or 0 where a token is rejected
     outputs: list[Tensor]  # what the model computed: logprobs, entropy, values
 
-    def __init__(self, **vectors: Tensor) -> None:
+    def __init__(self, **vectors: Any) -> None:
         vars(self).update(vectors)
 
     def __getattr__(self, name: str) -> Tensor:  # called only where there is no such vector

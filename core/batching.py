@@ -23,7 +23,7 @@ prefixes (`tree`, core/prefix_sharing.py). No value changes beyond rounding.
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -73,12 +73,6 @@ class Batch(Tokens):
     env_turn: Tensor  # int64: the number of the token's turn
     completion_lengths: Tensor  # int64: tokens of a completion, at its last token; else 0
     hit_token_limit: Tensor  # bool: the completion of this token hit the token limit
-
-    def __init__(
-        self, rollouts: list[Rollout], sequences: list[Sequence], vectors: Mapping[str, Tensor]
-    ) -> None:
-        super().__init__(**vectors)
-        self.rollouts, self.sequences, self.numbers_to_log = rollouts, sequences, {}
 
     def __getitem__(self, numbers: Tensor | slice) -> Tokens:
         """What a loss may read of the tokens with these numbers [n]."""
@@ -135,7 +129,7 @@ def to_tokens(rollouts: list[Rollout]) -> Batch:
         sequences += begun
     vectors = {name: torch.tensor(table[name], dtype=dtype) for name, dtype in VECTORS.items()}
     vectors["number"] = torch.arange(len(vectors["rollout"]))
-    return Batch(rollouts, sequences, vectors)
+    return Batch(rollouts=rollouts, sequences=sequences, numbers_to_log={}, **vectors)
 
 
 VECTORS = {

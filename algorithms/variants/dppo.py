@@ -8,15 +8,14 @@ A ratio says little about how far the policy has moved: from 0.001 to 0.002 it i
 it is 1.5, though the second changes what is sampled and the first hardly does. So the clip of
 GRPO holds rare tokens back and lets likely ones go. m_t depends on the difference, which is the
 total variation between the two policies if all other tokens are taken as one (`binary` in the
-paper), and is measured from the policy that sampled, older weights and other kernels included.
+paper), and is measured from the policy that sampled.
 
-`--dppo.drop any --dppo.limit 0.3` is IPO, prime-rl's default since August 2026 (0.3 since
-September): m_t is 0 beyond δ also where the step would take the change back.
+`--dppo.drop any --dppo.limit 0.3` is IPO, prime-rl's default: m_t is 0 beyond δ also where the step
+would take the change back. There the cap is 10,000 (`--tis-cap`), and advantages are not divided
+(`--dppo.scale-rewards none`).
 
 Differences from the paper: the ratio to the sampler is w ρ, whose w is capped (off_policy.py), and
-of its two divergences only the total variation is here. The value of δ is ours. Differences
-from prime-rl: its cap is 10,000 (`--tis-cap`), and its advantages are not divided
-(`--dppo.scale-rewards none`).
+of its two divergences only the total variation is here. The value of δ is ours.
 
     python train.py --algo dppo --num-minibatches 4
 """

@@ -6,8 +6,7 @@
 The value of ρ is the geometric mean of the tokens' ratios. So the clip keeps or drops a sequence as
 a whole, and ε is small, as a mean of ratios stays near 1. Each term has the gradient of its own
 token's ratio (GSPO-token in the paper). A sequence is a rollout, or a part of one if its
-context did not just grow. The KL and the entropy of --kl-coef and --entropy-coef keep the
-ratio of the token.
+context did not just grow.
 
     python train.py --algo gspo --num-minibatches 4
 """

@@ -5,13 +5,10 @@
 
 Where all rollouts of a group fail, GRPO has nothing to compare. The teacher π_T is the policy
 itself, which reads, before the same sampled tokens, a right answer to the task and then the task
-once more (core/feedback.py). It cannot know more than the policy but for that. The policy samples,
-the teacher says what it would have said in each place, and the policy moves towards it; so the
-policy learns in the contexts that it meets. The teacher has no gradient, and no token of the right
-answer is in the loss. Once some samples are right, GRPO's term compares them.
-
-Each term has the token weight, the importance weight and the policy ratio ρ, without gradient, of
-the KL of train.py.
+once more (core/feedback.py). The policy samples, the teacher says what it would have said in each
+place, and the policy moves towards it; so the policy learns in the contexts that it meets. The
+teacher has no gradient, and no token of the right answer is in the loss. Each term has the token
+weight, the importance weight and the policy ratio ρ, without gradient.
 
 Differences from the papers: SDPO shows a right rollout of the group or the environment's message,
 and OPSD the solution, within one prompt; here the right answer is an earlier turn, because a small

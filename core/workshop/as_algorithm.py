@@ -105,12 +105,11 @@ class Exercises:
     def compute_loss(self, tokens: Tokens, options: object) -> tuple[Tensor, dict[str, float]]:
         """Returns exercise 5 or 4 times the sum of the token weights, and metrics (token sums).
 
-        The exercises see a padded row for each sequence, and a mask. They return a mean over the
-        tokens of one micro-batch; multiplied by Σ token_weights, the losses of the micro-batches
-        add up to the mean over the step. An importance weight w >= 0 is a factor of the advantage:
-        min(ρwA, ρ'wA) = w min(ρA, ρ'A). So is the ratio in exercise 4, as in
-        algorithms/reinforce.py. Tokens of weight 0 are left out. With exercise 7 the error of the
-        values is added. Gradients flow through `tokens.logprobs` and `tokens.values`.
+        The exercises return a mean over the tokens of a micro-batch, without those of weight 0;
+        times Σ token_weights, the micro-batches add up to the mean over the step. An importance
+        weight w >= 0 is a factor of the advantage: min(ρwA, ρ'wA) = w min(ρA, ρ'A). So is the ratio
+        in exercise 4, as in algorithms/reinforce.py. With exercise 7 the error of the values is
+        added. Gradients flow through `tokens.logprobs` and `tokens.values`.
         """
         grid, token_weights = rows_of(tokens.sequence), tokens.token_weights
         mask = pad(token_weights, grid) > 0
