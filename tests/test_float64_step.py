@@ -1,13 +1,15 @@
 """Whole updates, compared with float64 loops written from the equations.
 
 The reference shares no code with the project: plain forwards of the Hugging Face model, one per
-turn, and Python loops over rollouts, turns and tokens. An update has two gradient steps. The first
-is taken by the weights that sampled; before the second both sides get other weights, so that the
-policy ratio differs from 1.
+turn, and Python loops over tokens. An update has two gradient steps. The first is taken by the
+weights that sampled; before the second both sides get other weights, so that the policy ratio
+differs from 1.
 """
 
 import math
 import random
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import train
 from algorithms import grpo, ppo, reinforce
+from algorithms.variants import sdpo
 from core import config
+from core.policy import Policy
 from core.types import Rollout, Turn
 
 MAX_TOKENS = 6  # --max-tokens
 PROMPTS = [[65, 66, 67, 68], [70] * 9, [80, 81]]
-GROUP_SIZES = [3, 3, 2]
 TOLERANCE = 2e-5  # of the norm of the gradient; float32 against float64
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
 SETTINGS = {
@@ -44,6 +47,10 @@ SETTINGS = {
         "algo": "ppo", "options": ppo.Options(gae_lambda=0.9, clip=0.1, value_clip=0.1),
         "credit": "turn", "gamma": 0.9, "kl_coef": 0.1, "kl_estimator": "k3",
     },
+    **{f"sdpo, {kind}": {
+        "algo": "sdpo", "options": sdpo.Options(**CLIPS, coef=0.5, kind=kind),
+        "temperature": 0.7, "tis_cap": 1.2, "mask_truncated_completions": True,
+    } for kind in ("forward", "reverse", "jsd")},
 }  # fmt: skip
 
 
@@ -53,243 +60,204 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def states(folder):
-    """The weights that sampled, those that take the second step, and those of the reference."""
-    old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+def models(folder):
+    """In float64: of the weights that sampled, those that take the second step, the reference's."""
+    models = {name: AutoModelForCausalLM.from_pretrained(folder) for name in ("old", "new", "ref")}
     generator = torch.Generator().manual_seed(0)
-    return {
-        "old": old,
-        "new": moved(old, 0.03, generator),
-        "reference": moved(old, 0.02, generator),
-    }
+    for name, distance in (("new", 0.03), ("ref", 0.02)):
+        models[name].load_state_dict(moved(models["old"].state_dict(), distance, generator))
+    return {name: model.double() for name, model in models.items()}
 
 
-@pytest.fixture(scope="module")
-def models(folder, states):
-    """The same in float64."""
-    found = {name: AutoModelForCausalLM.from_pretrained(folder).double() for name in states}
-    for name, model in found.items():
-        model.load_state_dict(states[name])
-    return found
-
-
-def draw_rollouts(models, temperature):
-    """Random tokens, one or two turns; the sampler's log-probs are near those of the policy."""
+def draw_rollouts(model, temperature):
+    """Random tokens, one or two turns, most of them with feedback; the sampler's log-probs are near
+    those of the policy."""
     draw, rollouts = random.Random(0), []
-    for group, (prompt, size) in enumerate(zip(PROMPTS, GROUP_SIZES, strict=True)):
-        for _ in range(size):
-            context, turns = list(prompt), []
-            for _ in range(draw.randint(1, 2)):
-                ids = [draw.randrange(256) for _ in range(draw.randint(1, MAX_TOKENS))]
-                with torch.no_grad():
-                    exact = logprobs_of(models["old"], context, ids, temperature)[0].tolist()
-                sampler = [x + draw.uniform(-0.4, 0.4) for x in exact]
-                reason = "length" if len(ids) == MAX_TOKENS or draw.random() < 0.2 else "stop"
-                reward = draw.choice([0.0, 0.0, 0.5, 1.0])
-                turns.append(Turn(context, ids, sampler, reason, reward))
-                context = context + ids + [draw.randrange(256) for _ in range(2)]
-            rollouts.append(Rollout("test", "player", group, group, turns=turns))
+    for group in (0, 0, 0, 1, 1, 1, 2, 2):
+        context, turns = PROMPTS[group], []
+        for _ in range(draw.randint(1, 2)):
+            ids = [draw.randrange(256) for _ in range(draw.randint(1, MAX_TOKENS))]
+            rows = predicted(model, context, ids, temperature)
+            sampler = [row[x].item() + draw.uniform(-0.4, 0.4) for row, _, x in rows]
+            reason = "length" if len(ids) == MAX_TOKENS or draw.random() < 0.2 else "stop"
+            feedback = [draw.randrange(256) for _ in range(9)] * (draw.random() < 0.7)
+            reward = draw.choice([0.0, 0.0, 0.5, 1.0])
+            turns.append(Turn(context, ids, sampler, reason, reward, feedback_ids=feedback))
+            context = context + ids + [draw.randrange(256) for _ in range(2)]
+        rollouts.append(Rollout("test", "player", group, group, turns=turns))
     return rollouts
 
 
-# --- The reference: float64 loops ---------------------------------------------------------------
-
-
-def logprobs_of(model, context, ids, temperature):
-    """Log-probs and entropies of one completion, and the hidden states that predict its tokens."""
+def predicted(model, context, ids, temperature):
+    """Of each token: the log-probs of all that may stand there, the hidden state, and the token."""
     out = model(torch.tensor([context + ids]), output_hidden_states=True)
     rows = range(len(context) - 1, len(context) + len(ids) - 1)
     logits = out.logits[0, rows] / temperature
-    logps = logits - logits.logsumexp(-1, keepdim=True)
-    entropy = -(logps.exp() * logps).sum(-1)
-    picked = torch.stack([row[token] for row, token in zip(logps, ids, strict=True)])
-    return picked, entropy, out.hidden_states[-1][0, rows]
+    all_logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    return zip(all_logprobs, out.hidden_states[-1][0, rows], ids, strict=True)
 
 
-def score(model, rollouts, temperature, head=None):
-    """For each rollout its tokens, in order, as dicts."""
-    scored = []
-    for rollout in rollouts:
-        tokens = []
+def score(cfg, model, rollouts, head=None):
+    """All tokens, rollout after rollout, and what the model says of each."""
+    tokens = []
+    for r, rollout in enumerate(rollouts):
         for k, turn in enumerate(rollout.turns):
-            ids = turn.completion_ids
-            logps, entropy, hidden = logprobs_of(model, turn.prompt_ids, ids, temperature)
-            for t in range(len(ids)):
-                value = hidden[t] @ head[0][0] + head[1][0] if head else None
-                tokens.append({"turn": k, "logp": logps[t], "entropy": entropy[t], "value": value})
-        scored.append(tokens)
-    return scored
-
-
-def estimate(d, kind):
-    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[kind]
-
-
-def rewards_of(rollout):
-    """The reward of each token."""
-    rewards = []
-    for turn in rollout.turns:
-        rewards += [0.0] * (len(turn.completion_ids) - 1) + [turn.reward]
-    return rewards
+            ids, teacher = turn.completion_ids, []
+            if turn.feedback_ids and cfg.algo == "sdpo":
+                shown = predicted(model, turn.feedback_ids, ids, cfg.temperature)
+                teacher = [row.exp().detach() for row, *_ in shown]
+            rows = predicted(model, turn.prompt_ids, ids, cfg.temperature)
+            for t, (row, hidden, x) in enumerate(rows):
+                tokens.append(SimpleNamespace(
+                    rollout=r, turn=k, group=rollout.group_id, logp=row[x], p=row.exp(),
+                    sampler=turn.sampler_logprobs[t], reward=turn.reward * (t == len(ids) - 1),
+                    kept=not (cfg.mask_truncated_completions and turn.finish_reason == "length"),
+                    value=head and hidden @ head[0][0] + head[1][0],
+                    teacher=teacher[t] if teacher else None,
+                ))  # fmt: skip
+    return tokens
 
 
 def mean(values):
     return sum(values) / len(values)
 
 
-def returns_of(cfg, rewards, tokens):
-    """{turn: return}: with credit by episode there is one, of turn 0."""
-    by_turn = {}
-    for token, reward in zip(tokens, rewards, strict=True):
-        by_turn[token["turn"]] = by_turn.get(token["turn"], 0.0) + reward
-    if cfg.credit == "episode":
-        return {0: sum(cfg.gamma**k * r for k, r in by_turn.items())}
-    return {k: sum(cfg.gamma ** (j - k) * r for j, r in by_turn.items() if j >= k) for k in by_turn}
+def estimate(d, kind):
+    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[kind]
 
 
-def compared_advantages(cfg, rollouts, returns):
-    """{turn: advantage} of each rollout: the return minus the mean of the group, with GRPO over the
-    standard deviation."""
-    found = []
-    for rollout, own in zip(rollouts, returns, strict=True):
-        peers = [
-            r for r, x in zip(returns, rollouts, strict=True) if x.group_id == rollout.group_id
-        ]
-        advantages = {}
-        for k in own:
-            group = [r[k] for r in peers if k in r]
-            m = mean(group)
-            std = (sum((x - m) ** 2 for x in group) / max(1, len(group) - 1)) ** 0.5
-            advantages[k] = (own[k] - m) / (1.0 if cfg.algo == "reinforce" else std + 1e-4)
-        found.append(advantages)
-    return found
+def kl(p, q):
+    return (p * (p / q).log()).sum()
 
 
-def gae(cfg, rewards, tokens):
-    """A_t = δ_t + γλ A_{t+1}; after the last token both value and advantage are 0."""
-    advantages, later, next_value, next_turn = [0.0] * len(tokens), 0.0, 0.0, None
-    for t in reversed(range(len(tokens))):
-        gamma = 1.0 if tokens[t]["turn"] == next_turn else cfg.gamma
-        value = tokens[t]["value"].item()
-        later = rewards[t] + gamma * next_value - value + gamma * cfg.options.gae_lambda * later
-        advantages[t], next_value, next_turn = later, value, tokens[t]["turn"]
-    return advantages
+def divergence(p, q, kind):
+    """Of the policy p and its teacher q."""
+    m = (p + q) / 2
+    return {"forward": kl(q, p), "reverse": kl(p, q), "jsd": (kl(p, m) + kl(q, m)) / 2}[kind]
 
 
-def advantages_and_targets(cfg, rollouts, rewards, old):
-    """Of each token of each rollout."""
-    if cfg.algo != "ppo":
-        returns = [returns_of(cfg, r, o) for r, o in zip(rewards, old, strict=True)]
-        by_turn = compared_advantages(cfg, rollouts, returns)
-        turn_of = (lambda token: 0) if cfg.credit == "episode" else (lambda token: token["turn"])
-        return [[turns[turn_of(token)] for token in tokens]
-                for turns, tokens in zip(by_turn, old, strict=True)], None  # fmt: skip
-    raw = [gae(cfg, r, o) for r, o in zip(rewards, old, strict=True)]
-    targets = [[a + token["value"].item() for a, token in zip(row, o, strict=True)]
-               for row, o in zip(raw, old, strict=True)]  # fmt: skip
-    flat = [a for row in raw for a in row]
-    std = mean([(x - mean(flat)) ** 2 for x in flat]) ** 0.5
-    return [[(a - mean(flat)) / (std + 1e-4) for a in row] for row in raw], targets
+def compared_advantages(cfg, tokens):
+    """The return minus the mean of the group, with GRPO over the standard deviation."""
+    by_turn = cfg.credit == "turn"
+    returns = defaultdict(float)  # by (group, turn), rollout
+    for x in tokens:
+        for k in range(x.turn + 1) if by_turn else [0]:
+            returns[x.group, k, x.rollout] += cfg.gamma ** (x.turn - k) * x.reward
+    advantages = []
+    for x in tokens:
+        k = x.turn if by_turn else 0
+        peers = [value for key, value in returns.items() if key[:2] == (x.group, k)]
+        std = (sum((y - mean(peers)) ** 2 for y in peers) / max(1, len(peers) - 1)) ** 0.5
+        centered = returns[x.group, k, x.rollout] - mean(peers)
+        advantages.append(centered / (1.0 if cfg.algo == "reinforce" else std + 1e-4))
+    return advantages, None
 
 
-def loss_of(cfg, rollouts, new, old, ref, advantages, targets):
+def gae(cfg, tokens):
+    """A_t = δ_t + γλ A_{t+1}; after the last token both value and advantage are 0. Normalized; and
+    the targets of the values."""
+    raw, later, following = [], 0.0, None
+    for x in reversed(tokens):
+        if following is None or following.rollout != x.rollout:
+            later, next_value, gamma = 0.0, 0.0, 0.0
+        else:
+            next_value = following.value.item()
+            gamma = 1.0 if following.turn == x.turn else cfg.gamma
+        delta = x.reward + gamma * next_value - x.value.item()
+        later, following = delta + gamma * cfg.options.gae_lambda * later, x
+        raw.insert(0, later)
+    targets = [a + x.value.item() for a, x in zip(raw, tokens, strict=True)]
+    std = mean([(a - mean(raw)) ** 2 for a in raw]) ** 0.5
+    return [(a - mean(raw)) / (std + 1e-4) for a in raw], targets
+
+
+def importance_weight(cfg, x, old):
+    same = [y for y in old if y.rollout == x.rollout] if cfg.tis_level == "product" else [x]
+    w = math.exp(sum(y.logp.item() - y.sampler for y in same))
+    if cfg.tis_cap == 0:
+        return 1.0
+    if cfg.tis_mode == "mask":
+        return w if 1 / cfg.tis_cap <= w <= cfg.tis_cap else 0.0
+    return min(w, cfg.tis_cap)
+
+
+def loss_of(cfg, new, old, ref, advantages, targets):
     """The loss of one gradient step, as a float64 tensor."""
-    options = cfg.options
-    kept = [
-        [not (cfg.mask_truncated_completions and turn.finish_reason == "length")
-         for turn in rollout.turns for _ in turn.completion_ids]
-        for rollout in rollouts
-    ]  # fmt: skip
-    loss = torch.zeros((), dtype=torch.float64)
-    for i, rollout in enumerate(rollouts):
-        sampler = [x for turn in rollout.turns for x in turn.sampler_logprobs]
-        gaps = [o["logp"].item() - s for o, s in zip(old[i], sampler, strict=True)]
-        for t in (t for t, keep in enumerate(kept[i]) if keep):
-            scale = 1 / sum(map(sum, kept))
-            if options.aggregation == "sequence":
-                scale = 1 / (len(rollouts) * sum(kept[i]))
-            w = math.exp(sum(gaps) if cfg.tis_level == "product" else gaps[t])
-            if cfg.tis_cap == 0:
-                w = 1.0
-            elif cfg.tis_mode == "mask":
-                w = w if 1 / cfg.tis_cap <= w <= cfg.tis_cap else 0.0
-            else:
-                w = min(w, cfg.tis_cap)
-            a, logp = advantages[i][t], new[i][t]["logp"]
-            ratio = (logp - old[i][t]["logp"].detach()).exp()
-            if cfg.algo == "reinforce":
-                term = ratio.detach() * a * logp
-            else:
-                low, high = (options.clip,) * 2 if cfg.algo == "ppo" else CLIPS.values()
-                term = torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
-            loss = loss - scale * w * term
-            if cfg.entropy_coef:
-                bonus = w * ratio.detach() * new[i][t]["entropy"]
-                loss = loss - cfg.entropy_coef * scale * bonus
-            if cfg.kl_coef:
-                d = logp - ref[i][t]["logp"].detach()
-                rho = ratio.detach() if cfg.kl_estimator == "k2" else ratio
-                loss = loss + cfg.kl_coef * scale * w * rho * estimate(d, cfg.kl_estimator)
-            if targets:
-                v, v_old = new[i][t]["value"], old[i][t]["value"].item()
-                change = (v - v_old).clamp(-options.value_clip, options.value_clip)
-                error = torch.maximum((v - targets[i][t]) ** 2,
-                                      (v_old + change - targets[i][t]) ** 2)  # fmt: skip
-                loss = loss + scale * options.value_coef * error / 2
+    options, loss = cfg.options, torch.zeros((), dtype=torch.float64)
+    for i, (x, before, a) in enumerate(zip(new, old, advantages, strict=True)):
+        if not x.kept:
+            continue
+        scale = 1 / sum(y.kept for y in new)
+        if options.aggregation == "sequence":
+            of_rollout = sum(y.kept for y in new if y.rollout == x.rollout)
+            scale = 1 / (8 * of_rollout)
+        w, ratio = importance_weight(cfg, before, old), (x.logp - before.logp).exp()
+        if cfg.algo == "reinforce":
+            term = ratio.detach() * a * x.logp
+        else:
+            low, high = (options.clip,) * 2 if cfg.algo == "ppo" else CLIPS.values()
+            term = torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+        loss = loss - scale * w * term
+        if x.teacher is not None:
+            d = divergence(x.p, x.teacher, options.kind)
+            loss = loss + options.coef * scale * w * ratio.detach() * d
+        if cfg.entropy_coef:
+            entropy = -(x.p * x.p.log()).sum()
+            loss = loss - cfg.entropy_coef * scale * w * ratio.detach() * entropy
+        if cfg.kl_coef:
+            rho = ratio.detach() if cfg.kl_estimator == "k2" else ratio
+            k = estimate(x.logp - ref[i].logp, cfg.kl_estimator)
+            loss = loss + cfg.kl_coef * scale * w * rho * k
+        if targets:
+            change = (x.value - before.value).clamp(-options.value_clip, options.value_clip)
+            errors = (x.value - targets[i]) ** 2, (before.value + change - targets[i]) ** 2
+            loss = loss + scale * options.value_coef * torch.maximum(*errors) / 2
     return loss
 
 
 def reference_gradients(cfg, rollouts, models, head):
     """The gradient of each of the two steps, flat; weights by name, then those of the head. And the
-    loss of the second."""
+    loss and the mean divergence of the second."""
     with torch.no_grad():
-        old = score(models["old"], rollouts, cfg.temperature, head)
-        ref = score(models["reference"], rollouts, cfg.temperature)
-    rewards = [*map(rewards_of, rollouts)]
-    advantages, targets = advantages_and_targets(cfg, rollouts, rewards, old)
+        old = score(cfg, models["old"], rollouts, head)
+        ref = score(cfg, models["ref"], rollouts)
+    advantages, targets = (gae if cfg.algo == "ppo" else compared_advantages)(cfg, old)
     gradients = []
     for name in ("old", "new"):
-        new = score(models[name], rollouts, cfg.temperature, head)
-        loss = loss_of(cfg, rollouts, new, old, ref, advantages, targets)
+        new = score(cfg, models[name], rollouts, head)
+        loss = loss_of(cfg, new, old, ref, advantages, targets)
         trained = [p for _, p in sorted(models[name].named_parameters())] + list(head or ())
-        found = torch.autograd.grad(loss, trained, materialize_grads=True)
-        gradients.append(torch.cat([g.flatten() for g in found]))
-    return gradients, loss.item()
-
-
-# --- Ours ---------------------------------------------------------------------------------------
-
-
-def our_gradients(cfg, rollouts, folder, states, head):
-    policy = load_small(folder, value_head=cfg.algo == "ppo")
-    policy.micro_batch_tokens = 60
-    if head:
-        with torch.no_grad():
-            policy.value_head.weight.copy_(head[0])
-            policy.value_head.bias.copy_(head[1])
-    policy.model.load_state_dict(states["old"])
-    reference = states["reference"] if cfg.kl_coef else None
-    gradients, metrics = gradients_of_update(cfg, policy, rollouts, states["new"], reference)
-    return gradients, metrics["loss"]
+        parts = torch.autograd.grad(loss, trained, materialize_grads=True)
+        gradients.append(torch.cat([g.flatten() for g in parts]))
+    kept = [x for x in new if x.kept]
+    taught = [x for x in kept if x.teacher is not None]
+    apart = sum(divergence(x.p, x.teacher, cfg.options.kind).item() for x in taught)
+    return gradients, loss.item(), apart / len(kept)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_both_gradients_of_an_update_equal_float64_loops(name, folder, states, models):
+def test_both_gradients_of_an_update_equal_float64_loops(name, folder, models, monkeypatch):
     cfg = config.resolve(train.Config(
         num_epochs=2, max_grad_norm=0.0, max_tokens=MAX_TOKENS, num_prompts=3, group_size=4,
         **SETTINGS[name],
     ))  # fmt: skip
     config.validate(cfg)
-    rollouts, head = draw_rollouts(models, cfg.temperature), None
+    rollouts, head = draw_rollouts(models["old"], cfg.temperature), None
+    policy = load_small(folder, value_head=cfg.algo == "ppo")
+    policy.micro_batch_tokens = 60
+    monkeypatch.setattr(Policy, "logits_chunk", 3)
     if cfg.algo == "ppo":
         generator = torch.Generator().manual_seed(0)
-        head = tuple(
-            (0.3 * torch.randn(shape, generator=generator)).double().requires_grad_()
-            for shape in ((1, 32), (1,))
-        )
-    theirs, their_loss = reference_gradients(cfg, rollouts, models, head)
-    ours, loss = our_gradients(cfg, rollouts, folder, states, head)
-    assert len(ours) == 2 and loss == pytest.approx(their_loss, rel=1e-4, abs=1e-4)
+        head = [0.3 * torch.randn(shape, generator=generator) for shape in ((1, 32), (1,))]
+        policy.value_head.load_state_dict(dict(zip(("weight", "bias"), head, strict=True)))
+        head = [x.double().requires_grad_() for x in head]
+    later, reference = (models[name].state_dict() for name in ("new", "ref"))
+    reference = reference if cfg.kl_coef else None
+    ours, metrics = gradients_of_update(cfg, policy, rollouts, later, reference)
+    theirs, loss, apart = reference_gradients(cfg, rollouts, models, head)
+    assert len(ours) == 2 and metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-4)
+    assert metrics.get("sdpo/divergence", 0.0) == pytest.approx(apart, rel=1e-4)
+    assert (apart > 0) == (cfg.algo == "sdpo")
     for mine, other in zip(ours, theirs, strict=True):
         assert other.norm() > 1e-4
         assert (mine - other).norm() < TOLERANCE * other.norm()
