@@ -55,9 +55,7 @@ def test_importance_weights_multiply_the_gradient_of_each_token(algorithm):
         sampler_logprobs=-one, logprobs=(-one).requires_grad_(), values=one * 0,
         old_values=one * 0, value_targets=one * 0,
     )  # fmt: skip
-    options = algorithm.Options()
-    options = options.with_preset()
-    loss, _ = algorithm.compute_loss(tokens, options)
+    loss, _ = algorithm.compute_loss(tokens, algorithm.Options().with_preset())
     [gradient] = torch.autograd.grad(loss, tokens.logprobs)
     assert gradient.tolist() == pytest.approx([-0.25 * 3 * 1, -0.75 * 0.5 * -2])
 

@@ -9,74 +9,53 @@ from algorithms.ppo import Options, compute_advantages, compute_loss
 from algorithms.tokens import Tokens
 
 
+def of_rewards(rewards, values, in_loss=None, **options):
+    """Advantages and targets of the tokens of a rollout; λ = 0."""
+    rewards, zeros = torch.tensor(rewards), torch.zeros(len(rewards))
+    in_loss = zeros == 0 if in_loss is None else torch.tensor(in_loss)
+    tokens = Tokens(rewards=rewards, old_values=torch.tensor(values), rollout=zeros,
+                    in_loss=in_loss, discounts=zeros + 1)  # fmt: skip
+    options = Options(gae_lambda=0.0, **options)
+    return [x.tolist() for x in compute_advantages(tokens, options).values()]
+
+
 def test_value_lambda_changes_the_targets_and_not_the_advantages():
     # r = (0, 1), V = (0.5, 0.25), γ = 1. Returns: (1, 1). λ = 0: δ = (0.25 - 0.5, 1 - 0.25)
-    rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])
-    zeros = torch.zeros(2, dtype=torch.int64)
-
-    def both(**options):
-        batch = Tokens(rewards=rewards, rollout=zeros, in_loss=zeros == 0, old_values=values,
-                       discounts=torch.ones(2))  # fmt: skip
-        return compute_advantages(batch, Options(gae_lambda=0.0, **options)).values()
-
-    advantages, targets = both()
-    decoupled, returns = both(value_lambda=1.0)
-    assert targets.tolist() == [0.25, 1.0] and returns.tolist() == [1.0, 1.0]
-    assert torch.equal(advantages, decoupled)
+    advantages, targets = of_rewards([0.0, 1.0], [0.5, 0.25])
+    decoupled, returns = of_rewards([0.0, 1.0], [0.5, 0.25], value_lambda=1.0)
+    assert targets == [0.25, 1.0] and returns == [1.0, 1.0] and advantages == decoupled
 
 
-def test_only_tokens_in_the_loss_normalize_the_advantages_and_count_in_the_value_loss():
-    """With λ = 0 and values of 0 the advantages are the rewards 1, 3 and 9; the last is out."""
-    zeros = torch.zeros(3)
-    known = {"in_loss": torch.tensor([True, True, False]), "old_values": zeros}
-    rewards, ones = torch.tensor([1.0, 3.0, 9.0]), torch.ones(3)
-    batch = Tokens(rewards=rewards, rollout=zeros, discounts=ones, **known)
-    found = compute_advantages(batch, Options(gae_lambda=0.0))
-    assert found["advantages"].tolist() == pytest.approx([-1, 1, 0], abs=1e-3)
-    tokens = Tokens(
-        old_logprobs=zeros, logprobs=zeros, values=zeros, importance_weights=zeros,
-        token_weights=zeros, **found, **known,
-    )  # fmt: skip
-    metrics = compute_loss(tokens, Options())[1]
-    assert metrics["value/loss"] == (1**2 + 3**2) / 2
-
-
-def loss_of(advantage, value, old_value, target, **given):
-    """Of one token in the first step: the loss, the gradient of its value, and the metrics."""
-    one = torch.ones(1)
-    logprobs, values = (one * x for x in (math.log(0.2), value))
-    values.requires_grad_()
-    tokens = Tokens(
-        in_loss=one > 0, old_logprobs=logprobs, logprobs=logprobs, advantages=one * advantage,
-        old_values=one * old_value, values=values, value_targets=one * target,
-        importance_weights=one, token_weights=one,
-    )  # fmt: skip
-    loss, metrics = compute_loss(tokens, Options(**given))
-    loss.backward()
-    return loss.item(), values.grad.item(), metrics
+def test_only_tokens_in_the_loss_normalize_the_advantages():
+    advantages, _ = of_rewards([1.0, 3.0, 9.0], [0.0] * 3, [True, True, False])
+    assert advantages == pytest.approx([-1, 1, 0], abs=1e-3)
 
 
 @pytest.mark.parametrize(
-    "numbers, error, want_gradient",
-    [
-        # value, old value, target: larger of both squared errors, gradient of half of it
-        ((1.25, 1.0, 2.0), 0.75**2, -0.75),  # within the clip
-        ((2.0, 1.0, 3.0), 1.5**2, 0.0),  # above, towards the target: stopped
-        ((2.0, 1.0, -1.0), 3.0**2, 3.0),  # above, away from the target: pulled back
-        ((0.0, 1.0, 3.0), 3.0**2, -3.0),  # below, away from the target: pulled back
+    "value, old, target, value_clip, error, want_gradient",
+    [  # larger of both squared errors, gradient of half of it
+        (1.25, 1.0, 2.0, 0.5, 0.75**2, -0.75),  # within the clip
+        (2.0, 1.0, 3.0, 0.5, 1.5**2, 0.0),  # above, towards the target: stopped
+        (2.0, 1.0, -1.0, 0.5, 3.0**2, 3.0),  # above, away from the target: pulled back
+        (0.0, 1.0, 3.0, 0.5, 3.0**2, -3.0),  # below, away from the target: pulled back
+        (2.0, 1.0, 3.0, 0.0, 1.0, -1.0),  # no limit
     ],
 )
-def test_value_clip_in_each_case(numbers, error, want_gradient):
-    loss, gradient, metrics = loss_of(0.0, *numbers, value_clip=0.5, value_coef=0.2)
-    assert loss == pytest.approx(0.2 * error / 2, abs=1e-6)
-    assert gradient == pytest.approx(0.2 * want_gradient, abs=1e-6)
+@pytest.mark.parametrize("value_coef", [0.2, 0.0])
+def test_the_value_loss_of_a_token(
+    value, old, target, value_clip, error, want_gradient, value_coef
+):
+    """Beside one that is out of the loss; both have the advantage 0.5 in the first step."""
+    ones = torch.ones(2)
+    logprobs, values = ones * math.log(0.2), (ones * value).requires_grad_()
+    tokens = Tokens(
+        in_loss=torch.tensor([True, False]), old_logprobs=logprobs, logprobs=logprobs,
+        advantages=ones / 2, old_values=ones * old, values=values, value_targets=ones * target,
+        importance_weights=ones, token_weights=torch.tensor([1.0, 0.0]),
+    )  # fmt: skip
+    options = Options(value_clip=value_clip, value_coef=value_coef)
+    loss, metrics = compute_loss(tokens, options)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.5 + value_coef * error / 2, abs=1e-6)
+    assert values.grad.tolist() == pytest.approx([value_coef * want_gradient, 0.0], abs=1e-6)
     assert metrics["value/loss"] == pytest.approx(error / 2, abs=1e-6)  # without the coefficient
-
-
-def test_value_clip_0_is_no_limit_and_value_coef_0_leaves_the_values_alone():
-    loss, gradient, _ = loss_of(0.0, 2.0, 1.0, 3.0, value_clip=0.0, value_coef=1.0)
-    assert loss == pytest.approx((2 - 3) ** 2 / 2, abs=1e-6)
-    assert gradient == pytest.approx(2 - 3, abs=1e-6)
-    loss, gradient, metrics = loss_of(1.0, 2.0, 1.0, 3.0, value_coef=0.0)
-    assert loss == pytest.approx(-1, abs=1e-6) and gradient == 0
-    assert metrics["value/loss"] > 0  # it is measured all the same

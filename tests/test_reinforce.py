@@ -1,11 +1,9 @@
-"""REINFORCE: baselines, credit of turns, the loss without a clip, by hand."""
-
-import math
+"""REINFORCE: baselines and credit of turns by hand; test_grpo.py has its loss."""
 
 import pytest
 import torch
 
-from algorithms.reinforce import Options, compute_advantages, compute_loss
+from algorithms.reinforce import Options, compute_advantages
 from algorithms.tokens import Tokens
 
 # Two turns, three, one, and two of another group. With γ = 1/2 what is paid from each turn on is
@@ -49,19 +47,3 @@ def test_normalize_is_over_the_tokens_of_the_loss():
     want = (raw - raw.mean()) / (raw.std(correction=0) + 1e-4)
     torch.testing.assert_close(got[in_loss], want, atol=1e-6, rtol=0)
     assert (got[~in_loss] == 0).all()
-
-
-@pytest.mark.parametrize("ratio, advantage", [(0.1, -2.0), (10.0, 2.0)])
-def test_nothing_is_clipped_however_far_the_policy_went(ratio, advantage):
-    """The gradient has the weight π / π_old; the weight itself has none."""
-    logprobs, one = torch.tensor([-3.0], requires_grad=True), torch.ones(1)
-    old = logprobs.detach() - math.log(ratio)
-    tokens = Tokens(in_loss=one > 0, old_logprobs=old, logprobs=logprobs,
-                    advantages=one * advantage,
-                    importance_weights=one, token_weights=one)  # fmt: skip
-    loss, metrics = compute_loss(tokens, Options())
-    loss.backward()
-    assert loss.item() == pytest.approx(3 * ratio * advantage)
-    assert logprobs.grad.item() == pytest.approx(-ratio * advantage)
-    assert metrics["clip/low_fraction"] == metrics["clip/high_fraction"] == 0
-    assert metrics["kl/approx"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-5)

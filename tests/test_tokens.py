@@ -12,8 +12,8 @@ from core.sampler import SamplingParams, draw, keep_likely
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])
 # each sequence's first and last predicted token are sampled in one of the rows
 MASK = torch.tensor([[True, True, False, True], [False, True, True, True]])
-NODES = torch.arange(10).view(2, 5)  # of their hidden states
 EDGES = torch.tensor([[True, False, False, True], [False, False, False, True]])
+NODES = torch.arange(10).view(2, 5)  # of their hidden states
 
 
 def small_head():
@@ -30,15 +30,15 @@ def places(mask):
 
 def by_hand(hidden, head, mask, temperature, kept_ids=None):
     """The same by loops: the hidden state at t scores the token at t+1."""
-    logprobs, entropy, varentropy = (torch.zeros(int(mask.sum())) for _ in range(3))
+    rows = []
     for n, (b, t) in enumerate(mask.nonzero().tolist()):
         logits = hidden[NODES[b, t]] @ head.T / temperature
         ids = (kept_ids and kept_ids[n]) or list(range(5))
         row = logits[ids] - logits[ids].logsumexp(0)
-        logprobs[n] = row[ids.index(IDS[b, t + 1])]
-        entropy[n] = -(row.exp() * row).sum()
-        varentropy[n] = (row.exp() * (-row - entropy[n]) ** 2).sum().detach()
-    return logprobs, entropy, varentropy
+        entropy = -(row.exp() * row).sum()
+        varentropy = (row.exp() * (-row - entropy) ** 2).sum().detach()
+        rows.append(torch.stack([row[ids.index(IDS[b, t + 1])], entropy, varentropy]))
+    return tuple(torch.stack(rows, 1))
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,11 @@ def by_hand(hidden, head, mask, temperature, kept_ids=None):
         (MASK, 0.5, 2, None),
         (EDGES, 2.0, 4096, None),
         # top-k or top-p kept these ids at each of the six places, the sampled one among them
-        (MASK, 0.5, 4, [[1, 2], [4], None, [1, 4], [3, 0, 1], [1, 2]]),
+        (MASK, 0.5, 4, [[1, 2], [4], None, [0, 1, 4], [0, 1, 3, 4], [1, 2, 3]]),
     ],
 )
 def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk, kept_ids):
     hidden, head = small_head()
-    if kept_ids:
-        sampled = IDS[:, 1:][mask].tolist()
-        kept_ids = [ids and sorted({*ids, x}) for ids, x in zip(kept_ids, sampled, strict=True)]
     got = token_logprobs(hidden, *places(mask), lambda h: h @ head.T, temperature, chunk, kept_ids)
     want = by_hand(hidden, head, mask, temperature, kept_ids)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
@@ -85,16 +82,14 @@ def test_the_trainer_has_the_samplers_distribution_of_16_bit_logits(options):
 
 
 def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
-    hidden, head = small_head()
-    sizes = []
+    (hidden, head), sizes = small_head(), []
 
     def to_logits(h):
         sizes.append(len(h))
         return h @ head.T
 
-    token_logprobs(hidden, *places(MASK), to_logits, chunk=4)
+    _, entropy, _ = token_logprobs(hidden, *places(MASK), to_logits, chunk=4, entropy_grad=False)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
-    _, entropy, _ = token_logprobs(hidden, *places(MASK), to_logits, entropy_grad=False)
     assert not entropy.requires_grad  # and so it needs no backward pass
     logprobs, entropy, _ = token_logprobs(hidden, *places(MASK & False), to_logits)
     assert len(logprobs) == len(entropy) == 0
@@ -118,36 +113,31 @@ GROUPS = torch.tensor([4, 7, 4, 9])
 )
 def test_token_weights_by_hand(aggregation, want, want_of_two):
     batch = Tokens(rollout=ROLLOUT, in_loss=TRAINED, group=GROUPS[ROLLOUT])
-    weights = token_weights(batch, [0, 1, 2, 3], aggregation, 8)
-    torch.testing.assert_close(weights, TRAINED * torch.tensor([*want, 0])[ROLLOUT])
-    two = token_weights(batch, [0, 1], aggregation, 8)
-    torch.testing.assert_close(two, TRAINED * torch.tensor([*want_of_two, 0, 0])[ROLLOUT])
-    alone = token_weights(batch, [0], aggregation, 8)  # one token in all
-    assert alone[1] == (1 / 8 if aggregation == "constant" else 1) and alone.count_nonzero() == 1
+    alone = 1 / 8 if aggregation == "constant" else 1  # one token in all
+    for rollouts, weights in (([0, 1, 2, 3], want), ([0, 1], want_of_two), ([0], [alone])):
+        want = torch.tensor(weights + [0.0] * (4 - len(weights)))
+        got = token_weights(batch, rollouts, aggregation, 8)
+        torch.testing.assert_close(got, TRAINED * want[ROLLOUT])
     batch.in_loss = TRAINED & False
     assert not token_weights(batch, [0, 1, 2, 3], aggregation, 8).any()
 
 
-def test_mean_and_deviation_of_a_sample_of_each_group():
+def test_sums_means_and_deviations_of_groups():
     x, ids = torch.tensor([1.0, 4.0, 3.0, 9.0]), torch.tensor([5, 2, 5, 7])
     assert group_mean(x, ids).tolist() == [2, 4, 2, 9]
-    assert group_std(x, ids).tolist() == pytest.approx([2**0.5, 0, 2**0.5, 0])
-
-
-def test_sums_are_exact_before_they_are_rounded_to_float32():
+    assert group_std(x, ids).tolist() == pytest.approx([2**0.5, 0, 2**0.5, 0])  # of a sample
     x, ids = torch.tensor([1e8, 1.0, -1e8, 5.0]), torch.tensor([0, 0, 0, 2])
     assert sums(x, ids).tolist() == [1, 0, 5] and sums(x, ids).dtype == torch.float32
 
 
-def test_minus_is_0_up_to_rounding_and_no_further():
-    def of(value, baseline):
-        value, baseline = torch.tensor([value, baseline], dtype=torch.float64)
-        return minus(value, baseline).item()
-
-    assert of(3.0, 5.0) == -2 and of(5.0, 5.0) == 0 and of(0.0, 1e-30) == -1e-30
-    for size in (1e-9, -1.0, 1e15):
-        assert of(size, size * (1 + 5e-8)) == of(size, size * (1 - 5e-8)) == 0
-        assert of(size, size * (1 - 2e-7)) == pytest.approx(size * 2e-7, rel=1e-6)
+@pytest.mark.parametrize("value, baseline, want", [
+    (3.0, 5.0, -2), (5.0, 5.0, 0), (0.0, 1e-30, -1e-30),
+    *((size, size * (1 + sign * 5e-8), 0) for size in (1e-9, -1.0, 1e15) for sign in (-1, 1)),
+    *((size, size * (1 - 2e-7), size * 2e-7) for size in (1e-9, -1.0, 1e15)),
+])  # fmt: skip
+def test_minus_is_0_up_to_rounding_and_no_further(value, baseline, want):
+    value, baseline = torch.tensor([value, baseline], dtype=torch.float64)
+    assert minus(value, baseline).item() == pytest.approx(want, rel=1e-6, abs=0)
 
 
 def test_gradients_of_tokens_with_one_prefix_add_up_to_the_same_bits_each_time(request):
@@ -156,11 +146,12 @@ def test_gradients_of_tokens_with_one_prefix_add_up_to_the_same_bits_each_time(r
     torch.set_num_threads(4)
     head, hidden = torch.randn(128, 5), torch.randn(2, 128)
     nodes, ids = torch.zeros(4000, dtype=torch.int64), torch.randint(5, (4000,))
-    kept = [[0, 1, 2, 3, 4]] * 4000
     found = set()
     for _ in range(10):
         inputs = hidden.clone().requires_grad_()
-        logprobs, *_ = token_logprobs(inputs, nodes, ids, lambda h: h @ head, kept_ids=kept)
+        logprobs, *_ = token_logprobs(
+            inputs, nodes, ids, lambda h: h @ head, kept_ids=[[0, 1, 2, 3, 4]] * 4000
+        )
         (logprobs * torch.linspace(-1, 1, 4000)).sum().backward()
         found.add(inputs.grad.numpy().tobytes())
     assert len(found) == 1
