@@ -1,8 +1,7 @@
-"""The prisoner's dilemma over several rounds.
+"""The prisoner's dilemma over several rounds, against tit for tat or in self-play.
 
-The other player follows a fixed rule, which the prompt states, or is a second agent
-(opponent=self). Two agents choose at the same time; an agent that has to repeat an unreadable
-choice delays the other.
+The two choose at the same time. With opponent=self the other player is a second agent; an agent
+that has to repeat an unreadable choice delays the other.
 
 Observation: the choices of the last round and the number of the next one. The first message states
 the rules:
@@ -14,12 +13,11 @@ the rules:
 
 Reward:
 
-    points / max point    in each round: own points, of which 5 is the most, divided by 5
-    -0.1                  an unreadable choice, twice per episode; the third costs -1 and ends it
+    points / 5    in each round; 5 are the most
+    -0.1          an unreadable choice, twice per episode; the third costs -1 and ends it
 
-Against a rule, `info["correct"]` is True at the end if every choice had the maximum expected points
-from that round on. Without randomness the return is then the maximum (penalties aside). With
-opponent=self it is True if the agents together made the most points in every round.
+`info["correct"]` is True at the end if every choice had the most points from that round on; with
+opponent=self, if the agents together made the most points in every round.
 
 >>> env = iterated_game()
 >>> env.reset(seed=0)[0]["content"][-13:], env.demonstrate()
@@ -30,7 +28,8 @@ opponent=self it is True if the agents together made the most points in every ro
 """
 
 import random
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Literal
 
 from environments.base import Env, Message, MultiAgentEnv, Step, check_range
 from environments.parsing import Retries, one_of, read_action, user
@@ -38,7 +37,6 @@ from environments.parsing import Retries, one_of, read_action, user
 COOPERATE, DEFECT = CHOICES = ("cooperate", "defect")
 HINT = "End with <choice>cooperate</choice> or defect."
 MAX_ROUNDS = 50
-Opponent = Literal["tit_for_tat", "always_cooperate", "always_defect", "random", "self"]
 POINTS = {  # (own, other) choice: (own, other) points
     (COOPERATE, COOPERATE): (3, 3), (COOPERATE, DEFECT): (0, 5),
     (DEFECT, COOPERATE): (5, 0), (DEFECT, DEFECT): (1, 1),
@@ -46,63 +44,42 @@ POINTS = {  # (own, other) choice: (own, other) points
 MAX_POINTS = 5
 
 
-class Rule(NamedTuple):
-    """How the other plays: in the words of the prompt, and its probabilities of cooperating."""
-
-    text: str
-    after_cooperate: float = 0.0  # also in the first round
-    after_defect: float = 0.0
-
-
-OPPONENTS = {
-    "tit_for_tat": Rule("The other cooperates first, then copies you.", 1.0, 0.0),
-    "always_cooperate": Rule("The other always cooperates.", 1.0, 1.0),
-    "always_defect": Rule("The other always defects.", 0.0, 0.0),
-    "random": Rule("The other tosses a coin.", 0.5, 0.5),
-    "self": Rule("The other is as free as you."),
-}
-# of each choice, the expected points in this round, and later with the best choices
-Values = dict[str, tuple[float, float]]
-
-
-def iterated_game(opponent: Opponent = "tit_for_tat", rounds: int = 5) -> Env | MultiAgentEnv:
-    """`opponent`: tit_for_tat, always_cooperate, always_defect, random, or self (two agents).
-    `rounds`: 1 to 50."""
+def iterated_game(
+    opponent: Literal["tit_for_tat", "self"] = "tit_for_tat", rounds: int = 5
+) -> Env | MultiAgentEnv:
+    """`opponent`: tit_for_tat, or self (two agents). `rounds`: 1 to 50."""
     check_range("rounds", rounds, 1, MAX_ROUNDS)
-    return SelfPlay(rounds) if opponent == "self" else AgainstRule(OPPONENTS[opponent], rounds)
+    return SelfPlay(rounds) if opponent == "self" else AgainstTitForTat(rounds)
 
 
-class AgainstRule(Env):
-    """One agent against a fixed rule."""
+class AgainstTitForTat(Env):
+    """One agent; the other makes the choice that the agent made in the round before."""
 
-    def __init__(self, rule: Rule, rounds: int):
-        self.rule, self.rounds, self.values = rule, rounds, choice_values(rule, rounds)
+    def __init__(self, rounds: int):
+        self.rounds = rounds
 
     def reset(self, seed: int) -> list[Message]:
-        self.seed, self.rng, self.retries = seed, random.Random(seed), Retries()
+        self.seed, self.retries = seed, Retries()
         self.own: list[str] = []
         self.correct = True
-        return [user(_opening(self.rule, self.rounds))]
+        return [_opening("The other cooperates first, then copies you.", self.rounds)]
 
     def step(self, response: str) -> Step:
-        own = _read(response)
+        own, values = _read(response), self._values()
         if own is None:
             return self.retries.refuse(HINT)
-        values = self._values()
-        self.correct &= sum(values[own]) >= max(map(sum, values.values())) - 1e-9
-        has_defected = self.own[-1:] == [DEFECT]
-        p = self.rule.after_defect if has_defected else self.rule.after_cooperate
-        other = CHOICES[self.rng.random() >= p]
+        self.correct &= sum(values[own]) == max(map(sum, values.values()))
+        other = self._last()
         self.own.append(own)
         return _round_result(self.rounds, self.own, other, self.correct)
 
     def demonstrate(self, hasty: bool = False) -> str:
-        """Adds up the expected points of each choice and takes the best; `hasty`: at random."""
+        """Adds up the points of each choice and takes the best; `hasty`: at random."""
         if hasty:
-            return _guess(random.Random(f"hasty {self.seed} {len(self.own)}"))
+            return _guess(f"hasty {self.seed} {len(self.own)}")
         values = self._values()
-        best = max(CHOICES, key=lambda choice: round(sum(values[choice]), 9))
-        sums = [f"{choice[0].upper()} {now:.4g}+{later:.4g}={now + later:.4g}"
+        best = max(CHOICES, key=lambda choice: sum(values[choice]))
+        sums = [f"{choice[0].upper()} {now}+{later}={now + later}"
                 for choice, (now, later) in values.items()]  # fmt: skip
         return f"{', '.join(sums)} <choice>{best}</choice>"
 
@@ -110,8 +87,12 @@ class AgainstRule(Env):
         """Always cooperates."""
         return f"<choice>{COOPERATE}</choice>"
 
-    def _values(self) -> Values:
-        return self.values[len(self.own)][self.own[-1] if self.own else COOPERATE]
+    def _values(self) -> dict[str, tuple[int, int]]:
+        return choice_values(self._last(), self.rounds - len(self.own))
+
+    def _last(self) -> str:
+        """The agent's last choice, which is the other's next one."""
+        return self.own[-1] if self.own else COOPERATE
 
 
 class SelfPlay(MultiAgentEnv):
@@ -126,7 +107,7 @@ class SelfPlay(MultiAgentEnv):
         self.seed, self.correct = seed, True
         self.retries = {agent: Retries() for agent in self.agents}
         self.choices: dict[str, list[str]] = {agent: [] for agent in self.agents}
-        return {agent: [user(_opening(OPPONENTS["self"], self.rounds))] for agent in self.agents}
+        return {a: [_opening("The other is as free as you.", self.rounds)] for a in self.agents}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         refused = {}
@@ -150,33 +131,32 @@ class SelfPlay(MultiAgentEnv):
     def demonstrate(self, agent: str, hasty: bool = False) -> str:
         """Adds up the points of both and takes part in the highest sum; `hasty`: at random."""
         if hasty:
-            return _guess(random.Random(f"hasty {self.seed} {agent} {len(self.choices[agent])}"))
+            return _guess(f"hasty {self.seed} {agent} {len(self.choices[agent])}")
         sums = [f"{_letters(pair)} {p}+{q}={p + q}" for pair, (p, q) in POINTS.items()]
         return f"{', '.join(sums)} <choice>{COOPERATE}</choice>"
 
 
-def choice_values(rule: Rule, rounds: int) -> list[dict[str, Values]]:
-    """Returns the expected points as [round][own last choice], by backward induction."""
-    found: list[dict[str, Values]] = []
-    best_after = dict.fromkeys(CHOICES, 0.0)  # best sum of the next round, by own choice in this
-    for _ in range(rounds):
-        values = {}
-        for last, p in ((COOPERATE, rule.after_cooperate), (DEFECT, rule.after_defect)):
-            values[last] = {
-                c: (p * POINTS[c, COOPERATE][0] + (1 - p) * POINTS[c, DEFECT][0], best_after[c])
-                for c in CHOICES
-            }
-        best_after = {last: max(map(sum, values[last].values())) for last in CHOICES}
-        found.insert(0, values)
-    return found
+@cache
+def choice_values(last: str, rounds: int) -> dict[str, tuple[int, int]]:
+    """Returns, of each choice, the points of this round and those of the best later choices, where
+    `rounds` are left and the other copies `last`, the choice before.
+
+    >>> choice_values("cooperate", 1)
+    {'cooperate': (3, 0), 'defect': (5, 0)}
+    """
+    values = {}
+    for choice in CHOICES:
+        after = choice_values(choice, rounds - 1).values() if rounds > 1 else [(0, 0)]
+        values[choice] = (POINTS[choice, last][0], max(map(sum, after)))
+    return values
 
 
 def _read(response: str) -> str | None:
     return read_action(response, "choice", one_of(*CHOICES), r"\b(cooperate|defect)\b")
 
 
-def _guess(rng: random.Random) -> str:
-    return f"<choice>{rng.choice(CHOICES)}</choice>"
+def _guess(seed: str) -> str:
+    return f"<choice>{random.Random(seed).choice(CHOICES)}</choice>"
 
 
 def _round_result(rounds: int, own: list[str], other: str, correct: bool) -> Step:
@@ -187,11 +167,10 @@ def _round_result(rounds: int, own: list[str], other: str, correct: bool) -> Ste
     return Step(None if done else user(text), POINTS[own[-1], other][0] / MAX_POINTS, done, info)
 
 
-def _opening(rule: Rule, rounds: int) -> str:
-    cells = [f"{_letters(pair)} {p}/{q}" for pair, (p, q) in POINTS.items()]
-    terms = f"Points you/other: {', '.join(cells)}. {rule.text}"
-    rules = f"Each round you and another cooperate (C) or defect (D). {terms} Think first. {HINT}"
-    return f"{rules}\nRound 1 of {rounds}."
+def _opening(rule: str, rounds: int) -> Message:
+    cells = ", ".join(f"{_letters(pair)} {p}/{q}" for pair, (p, q) in POINTS.items())
+    rules = f"Each round you and another cooperate (C) or defect (D). Points you/other: {cells}."
+    return user(f"{rules} {rule} Think first. {HINT}\nRound 1 of {rounds}.")
 
 
 def _letters(pair: tuple[str, str]) -> str:

@@ -36,7 +36,6 @@ SPECS = {
     "tic_tac_toe": Facts(-1, 1, 1, "valid"),  # a random O sometimes draws
     "tic_tac_toe:opponent=perfect": Facts(-1, 0, 0, "optimal"),
     "iterated_game": Facts(-1, 1, 5, "correct"),
-    "iterated_game:opponent=random": Facts(-1, 1, 5, "correct"),
     "math_qa": Facts(0, 1, 1, "optimal"),
     "math_qa:level=6": Facts(0, 1, 1, "optimal"),
     "reward_hacking": Facts(-1, 1, 1, "correct"),

@@ -1,4 +1,4 @@
-"""The iterated game: opponents, optimal play, and two agents at once."""
+"""The iterated game: tit for tat, optimal play, and two agents at once."""
 
 from itertools import product
 
@@ -7,21 +7,18 @@ import pytest
 from environments.iterated_game import iterated_game
 
 C, D = "cooperate", "defect"
-RULES = ["tit_for_tat", "always_cooperate", "always_defect"]
 
 
 def choice(word):
     return f"<choice>{word}</choice>"
 
 
-def play(env, choices, seed=0):
-    env.reset(seed)
+def play(env, choices):
+    env.reset(0)
     return [env.step(choice(word)) for word in choices]
 
 
-def test_opponents_follow_their_rule_and_the_reward_is_the_points_over_the_maximum():
-    assert [s.reward for s in play(iterated_game("always_cooperate"), [C, D])] == [0.6, 1.0]
-    assert [s.reward for s in play(iterated_game("always_defect"), [C, D])] == [0.0, 0.2]
+def test_tit_for_tat_copies_and_the_reward_is_the_points_over_the_maximum():
     steps = play(iterated_game(), [C, D, D, C, C])
     assert [step.reward for step in steps] == [0.6, 1.0, 0.2, 0.0, 0.6]
     assert steps[1].message["content"] == "You defect, other cooperate. Round 3 of 5."
@@ -29,16 +26,14 @@ def test_opponents_follow_their_rule_and_the_reward_is_the_points_over_the_maxim
     assert steps[-1].info == {"correct": False, "cooperation": 0.6}
 
 
-@pytest.mark.parametrize("opponent", RULES)
-def test_correct_means_the_maximum_return_of_all_sequences(opponent):
-    env = iterated_game(opponent, rounds=4)
+def test_correct_means_the_maximum_return_of_all_sequences():
+    env = iterated_game(rounds=4)
     episodes = [play(env, choices) for choices in product((C, D), repeat=4)]
     returns = [sum(step.reward for step in steps) for steps in episodes]
     for steps, total in zip(episodes, returns, strict=True):
         assert steps[-1].info["correct"] == (total == pytest.approx(max(returns)))
     env.reset(0)
-    best = [env.step(env.demonstrate()).reward for _ in range(4)]
-    assert sum(best) == pytest.approx(max(returns))
+    assert sum(env.step(env.demonstrate()).reward for _ in range(4)) == pytest.approx(max(returns))
 
 
 def test_self_play_rewards_each_agent_and_waits_for_the_one_that_repeats_its_choice():
