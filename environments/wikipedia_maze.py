@@ -1,7 +1,7 @@
 """Follow links from a start page to a target page.
 
-The pages are the bundled web of `pages.json`: a hundred short pages, each reachable from every
-other one.
+The pages are the bundled web of `plumbing/pages.json`: a hundred short pages, each reachable from
+every other one. A page has sections, a heading and a text each; a link is written [[Title]].
 
 Observation: the current page, after one line of rules in the first message.
 
@@ -33,15 +33,19 @@ One pair (start, target) in eight is reserved for evaluation seeds.
 
 import json
 import random
+import re
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
 from environments.parsing import Retries, read_action, user
-from environments.plumbing import pages
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
 PLAIN = r"visit_url[\"'`:=(\s]{1,9}([^\n\"'`)]{1,300})"  # visit_url: TITLE
+PAGES = Path(__file__).parent / "plumbing/pages.json"
+LINK = re.compile(r"\[\[([^\[\]]+)\]\]")
 MAX_NAMED = 4  # pages in a demonstration, which must fit the context of a tiny policy
 MAX_HOPS = 6  # there are too few pairs with more
 
@@ -52,7 +56,7 @@ class WikipediaMaze(Env):
     def __init__(self, n_hops: int = 2, brief: bool = False):
         check_range("n_hops", n_hops, 1, MAX_HOPS)
         self.n_hops, self.max_visits, self.brief = n_hops, n_hops + 3, brief
-        pairs = pages.pairs_apart(n_hops)
+        pairs = [(a, b) for b in pages() for a in pages() if clicks_to(b)[a] == n_hops]
         self.eval_pairs = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
         self.train_pairs = sorted({*pairs} - {*self.eval_pairs})
 
@@ -65,14 +69,14 @@ class WikipediaMaze(Env):
         self._open(target)  # only draws, as in the recorded runs
         self.seen.clear()
         self._open(start)
-        self.clicks = pages.clicks_to(target)
+        self.clicks = clicks_to(target)
         rules = "" if self.brief else f"Click links to the target. Think, then end with {FORM}.\n"
         return [user(rules + self._show())]
 
     def step(self, response: str) -> Step:
         title = read_action(response, "url", _title)
         title = title or read_action(response, "visit_url", _title, plain=PLAIN)
-        link = {pages.fold(link): link for link in self.links}.get(title or "")
+        link = {_title(link): link for link in self.links}.get(title)
         if link is None:
             return self._refuse("No link of this page." if title else "No action found.")
         self.visits += 1
@@ -91,11 +95,11 @@ class WikipediaMaze(Env):
             return f"Nothing nearer is left. {_visit(self.guess)}"
         if self.target in nearer:
             return f"The target is on this page. {_visit(self.target)}"
-        named = ", ".join(pages.linking_to(self.target)[:MAX_NAMED])
+        named = ", ".join(linking_to(self.target)[:MAX_NAMED])
         return f"The target is not on this page, it is on {named}. {_visit(nearer[0])}"
 
     def _open(self, title: str) -> None:
-        self.title, self.links = title, pages.find_links(pages.bundled()[title])
+        self.title, self.links = title, links()[title]
         self.seen.add(self.title)
         if self.brief:
             self.links = [link for link in self.links if link not in self.seen]
@@ -105,7 +109,7 @@ class WikipediaMaze(Env):
     def _show(self) -> str:
         lines = [f"Target: {self.target}, {self.max_visits - self.visits} left"]
         if not self.brief:
-            sections = pages.bundled()[self.title]
+            sections = pages()[self.title].items()
             lines += [f"Page: {self.title}", *(f"{head}: {text}" for head, text in sections)]
         return "\n".join([*lines, f"Links: {', '.join(self.links)}"])
 
@@ -116,8 +120,58 @@ class WikipediaMaze(Env):
         return replace(step, message=user(self._show()), fresh=True)  # the page instead of the hint
 
 
+@cache
+def pages() -> dict[str, dict[str, str]]:
+    """Returns the texts of each page, by title and heading."""
+    return json.loads(PAGES.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+@cache
+def links() -> dict[str, list[str]]:
+    """Returns the titles of all links of each page, in order, without duplicates.
+
+    >>> links()["Nile"]
+    ['Sahara', 'Wheat', 'Egypt', 'Paper']
+    """
+    return {title: list(dict.fromkeys(LINK.findall(" ".join(sections.values()))))
+            for title, sections in pages().items()}  # fmt: skip
+
+
+@cache
+def clicks_to(target: str) -> dict[str, int]:
+    """Returns the length of the shortest path from each page to `target`, in clicks.
+
+    >>> clicks_to("Sahara")["Nile"], clicks_to("Sahara")["Egypt"]
+    (1, 2)
+    """
+    clicks, distance = {target: 0}, 0
+    while len(clicks) < len(pages()):
+        distance += 1
+        unknown = [page for page in pages() if page not in clicks]
+        clicks |= {page: distance for page in unknown if clicks.keys() & links()[page]}
+    return clicks
+
+
+@cache
+def linking_to(target: str) -> list[str]:
+    """Returns the pages with a link to `target`, those with the most incoming links first.
+
+    >>> linking_to("Sahara")
+    ['Salt', 'Desert', 'Camel', 'Nile', 'Elephant']
+    """
+    sources = [title for title in pages() if target in links()[title]]
+    return sorted(sources, key=lambda title: -sum(title in titles for titles in links().values()))
+
+
 def _title(value: Any) -> str | None:
-    return (pages.fold(value.strip()) or None) if isinstance(value, str) else None
+    """The title without case, underscores, surrounding quotes and brackets; None if it is none.
+
+    >>> _title(" 'silk_ROAD'. ")
+    'silk road'
+    """
+    if not isinstance(value, str):
+        return None
+    return " ".join(value.replace("_", " ").split()).strip("\"'`.[] ").casefold() or None
 
 
 def _visit(link: str) -> str:

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from environments.plumbing import pages
-from environments.wikipedia_maze import WikipediaMaze
+from environments.wikipedia_maze import WikipediaMaze, clicks_to
 
 
 def visit(title):
@@ -20,7 +19,7 @@ def at(start, target, **options):
     """Returns an episode from one page to another."""
     env = WikipediaMaze(**options)
     env.train_pairs = [(start, target)]
-    assert env.n_hops == pages.clicks_to(target)[start]
+    assert env.n_hops == clicks_to(target)[start]
     env.reset(0)
     return env
 

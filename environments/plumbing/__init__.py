@@ -1,1 +1,1 @@
-"""What environments need: names, options, checks, data sets, tools, pages."""
+"""What environments need: names, options, checks, data sets, tools."""
