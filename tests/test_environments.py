@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from conftest import needs
@@ -17,44 +16,34 @@ from environments.plumbing.check import check_env, digests
 from environments.plumbing.registry import make
 
 ROOT = Path(__file__).parent.parent
-
-
-class Facts(NamedTuple):
-    low: float  # smallest reward of a step
-    high: float  # largest reward of a step
-    max_return: float
-    demo: str  # demonstrations are always "optimal" (maximum return), "correct" or "valid"
-    num_seeds: int = 10
-
-
+# lowest and highest reward of a step, highest return, and whether demonstrations always reach it
+# ("optimal"), are "correct", or at least "valid"
+ONE_TURN, GAME = (0, 1, 1, "optimal"), (-1, 1, 1, "valid")
 SPECS = {
-    "letter_counting": Facts(0, 1, 1, "optimal"),
-    "reverse": Facts(-1, 1, 3, "optimal"),
-    "reverse_echo": Facts(-1, 1, 3, "optimal"),
-    "compose": Facts(0, 1, 1, "optimal"),
-    "compose:depth=3,mixed=true,pairs=all,steps=false": Facts(0, 1, 1, "optimal"),
-    "tic_tac_toe": Facts(-1, 1, 1, "valid"),  # a random O sometimes draws
-    "tic_tac_toe:opponent=perfect": Facts(-1, 0, 0, "optimal"),
-    "iterated_game": Facts(-1, 1, 5, "correct"),
-    "math_qa": Facts(0, 1, 1, "optimal"),
-    "math_qa:level=6": Facts(0, 1, 1, "optimal"),
-    "reward_hacking": Facts(-1, 1, 1, "correct"),
-    "reward_hacking:proxy_weight=0": Facts(-1, 1, 1, "optimal"),
-    "calculator": Facts(0, 1, 1, "optimal"),
-    "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
-    "wikipedia_maze:n_hops=3,brief=true": Facts(-1, 1, 1, "optimal"),
-    "remote:env=letter_counting": Facts(0, 1, 1, "optimal", 2),
-    "gymnasium": Facts(-1, 1, 500, "valid", 2),
-    "reasoning_gym": Facts(0, 1, 1, "optimal", 2),
-}
-MULTI_AGENT = {  # demonstrations of one agent; the others guess
-    "tic_tac_toe:opponent=self": Facts(-1, 1, 1, "valid"),
-    "iterated_game:opponent=self": Facts(-1, 1, 5, "valid"),
+    "letter_counting": ONE_TURN,
+    "reverse": (-1, 1, 3, "optimal"),
+    "reverse_echo": (-1, 1, 3, "optimal"),
+    "compose": ONE_TURN,
+    "compose:depth=3,mixed=true,pairs=all,steps=false": ONE_TURN,
+    "math_qa": ONE_TURN,
+    "math_qa:level=6": ONE_TURN,
+    "calculator": ONE_TURN,
+    "reasoning_gym": ONE_TURN,
+    "remote:env=letter_counting": ONE_TURN,
+    "wikipedia_maze": (-1, 1, 1, "optimal"),
+    "wikipedia_maze:n_hops=3,brief=true": (-1, 1, 1, "optimal"),
+    "reward_hacking": (-1, 1, 1, "correct"),
+    "reward_hacking:proxy_weight=0": (-1, 1, 1, "optimal"),
+    "tic_tac_toe": GAME,  # a random O sometimes draws
+    "tic_tac_toe:opponent=perfect": (-1, 0, 0, "optimal"),
+    "tic_tac_toe:opponent=self": GAME,  # one agent demonstrates, the other guesses
+    "iterated_game": (-1, 1, 5, "correct"),
+    "iterated_game:opponent=self": (-1, 1, 5, "valid"),
+    "gymnasium": (-1, 1, 500, "valid"),
 }
 LIBRARIES = {"gymnasium", "reasoning_gym"}
 SLOW = {"remote:env=letter_counting", *LIBRARIES}
-TOOLS = {"calculator"}  # imports transformers, for seconds
-FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW | TOOLS]
+FAST = [spec for spec in SPECS if ":" not in spec and spec not in {"calculator", *SLOW}]
 # games have few openings: their evaluation seeds start other games from the same positions
 HELD_OUT = ("letter_counting", "reverse", "math_qa", "wikipedia_maze", "calculator")
 RETRIES = ("tic", "iterated", "reward", "wikipedia")
@@ -63,19 +52,20 @@ RETRIES = ("tic", "iterated", "reward", "wikipedia")
 @pytest.mark.parametrize("spec", [
     pytest.param(spec, marks=pytest.mark.slow if spec.startswith("remote") else
                  needs("envs", *LIBRARIES & {spec}))
-    for spec in [*SPECS, *MULTI_AGENT]
+    for spec in SPECS
 ])  # fmt: skip
 def test_check_env_finds_nothing_wrong_with_our_environments(spec, monkeypatch):
     monkeypatch.setattr(check, "NUM_OPENINGS", 20 if spec in SLOW else 80)
-    facts = (SPECS | MULTI_AGENT)[spec]
-    report = check_env(spec, facts.num_seeds, other_process=False)
+    low, high, max_return, demonstrations = SPECS[spec]
+    num_seeds = 2 if spec in SLOW else 10
+    report = check_env(spec, num_seeds, other_process=False)
     assert not report.problems
-    assert facts.low <= min(report.rewards) <= max(report.rewards) <= facts.high
-    assert len(report.demonstrations) == facts.num_seeds
+    assert low <= min(report.rewards) <= max(report.rewards) <= high
+    assert len(report.demonstrations) == num_seeds
     for seed, (episode_return, correct) in enumerate(report.demonstrations):
-        assert episode_return <= facts.max_return + 1e-9
-        assert correct or facts.demo == "valid", seed
-        assert episode_return == pytest.approx(facts.max_return) or facts.demo != "optimal", seed
+        assert episode_return <= max_return + 1e-9
+        assert correct or demonstrations == "valid", seed
+        assert episode_return == pytest.approx(max_return) or demonstrations != "optimal", seed
     if spec.startswith(HELD_OUT):  # no task of evaluation in training or demonstrations
         assert report.openings > 100 and report.held_out > 20 and report.shared == 0
 
@@ -91,7 +81,9 @@ def test_another_process_plays_the_same_episodes():
     assert json.loads(output.splitlines()[-1]) == [digests(spec, seeds) for spec in FAST]
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.startswith(RETRIES)])
+@pytest.mark.parametrize("spec", [
+    spec for spec in SPECS if spec.startswith(RETRIES) and not spec.endswith("self")
+])  # fmt: skip
 def test_the_third_unreadable_action_ends_the_episode(spec):
     env = make(spec)
     for seed in (0, 1):
@@ -104,8 +96,8 @@ def test_the_third_unreadable_action_ends_the_episode(spec):
 
 @pytest.mark.parametrize("spec", [
     "letter_counting:difficulty=11", "reverse:length=51", "tic_tac_toe:opponent=human",
-    "math_qa:data=gsm9k",
-    "calculator:digits=10", "reward_hacking:proxy_weight=2", "wikipedia_maze:n_hops=7",
+    "iterated_game:rounds=0", "math_qa:data=gsm9k", "calculator:digits=10",
+    "reward_hacking:proxy_weight=2", "wikipedia_maze:n_hops=7",
 ])  # fmt: skip
 def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
     with pytest.raises(UsageError) as error:
@@ -113,7 +105,7 @@ def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
     assert "\n" not in str(error.value) and spec in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["gymnasium", "reasoning_gym"])
+@pytest.mark.parametrize("name", sorted(LIBRARIES))
 def test_a_missing_library_is_a_usage_error_with_the_install_command(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     package = name.replace("_", "-")

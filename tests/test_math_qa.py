@@ -15,20 +15,14 @@ from environments.math_qa import MathQA
 from environments.plumbing.math_answers import parse_number
 from environments.plumbing.registry import make
 
-GSM8K = [
-    {
-        "question": f"Ann has {n} pens and buys {n} more. How many has she?",
-        "answer": f"She has {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n} pens.\n#### {2 * n:,}",
-    }
-    for n in range(600, 640)
-]
-MATH = [
-    {
-        "problem": rf"Simplify $\sqrt{{{n * n * 3}}}$.",
-        "solution": rf"It is $\sqrt{{{n}^2 \cdot 3}} = \boxed{{{n}\sqrt{{3}}}}$.",
-    }
-    for n in range(2, 12)
-]
+GSM8K = [{
+    "question": f"Ann has {n} pens and buys {n} more. How many has she?",
+    "answer": f"She has {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n} pens.\n#### {2 * n:,}",
+} for n in range(600, 640)]  # fmt: skip
+MATH = [{
+    "problem": rf"Simplify $\sqrt{{{n * n * 3}}}$.",
+    "solution": rf"It is $\sqrt{{{n}^2 \cdot 3}} = \boxed{{{n}\sqrt{{3}}}}$.",
+} for n in range(2, 12)]  # fmt: skip
 MATH_500 = [{"problem": r"What is $\sqrt{2}$ squared?", "solution": r"It is $\boxed{2}$."}]
 ROWS = (
     [{"question": f"Twice {n}?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in range(40)]
@@ -38,27 +32,20 @@ ROWS = (
 
 
 @pytest.fixture(autouse=True)
-def empty_cache():
-    environments.math_qa.load.cache_clear()
-    yield
-    environments.math_qa.load.cache_clear()
-
-
-@pytest.fixture
 def hub(monkeypatch):
     """Replaces `datasets.load_dataset`; returns the list of its calls."""
-    calls = []
+    environments.math_qa.load.cache_clear()
+    calls, halves = [], {"openai/gsm8k": GSM8K, "EleutherAI/hendrycks_math": MATH}
 
     def load_dataset(path, name, split):
         calls.append((path, name, split))
-        if path == "HuggingFaceH4/MATH-500":
-            return datasets.Dataset.from_list(MATH_500)
-        rows = {"openai/gsm8k": GSM8K, "EleutherAI/hendrycks_math": MATH}[path]
+        rows = halves.get(path, 2 * MATH_500)
         half = len(rows) // 2
         return datasets.Dataset.from_list(rows[:half] if split == "train" else rows[half:])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return calls
+    yield calls
+    environments.math_qa.load.cache_clear()
 
 
 def write_lines(path, rows):
@@ -137,10 +124,11 @@ def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_
 
 
 def test_a_file_is_used_whole_where_another_one_is_for_evaluation(tmp_path):
-    files = {"train": ROWS[:40], "test": ROWS[40:60]}
-    train, test = (f"math_qa:data={write_lines(tmp_path / f'{name}.jsonl', rows)}"
-                   for name, rows in files.items())  # fmt: skip
+    train, test = (
+        f"math_qa:data={write_lines(tmp_path / name, rows)}"
+        for name, rows in {"train.jsonl": ROWS[:40], "test.jsonl": ROWS[40:60]}.items()
+    )
     rewarded.begin_run(RunInfo([train], [test]))
-    found = len(make(train).train), len(make(test).test)
+    sizes = len(make(train).train), len(make(test).test)
     rewarded.begin_run(RunInfo((), ()))
-    assert found == (40, 20)
+    assert sizes == (40, 20)

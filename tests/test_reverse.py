@@ -1,38 +1,30 @@
-"""Reverse and its echo: the strings, the reward table and the demonstrations."""
+"""Reverse and its echo: which answers are right, and what they earn."""
 
 import pytest
 
 from environments.reverse import Reverse, ReverseEcho
 
+ANSWERS = {  # to the word abc
+    1.0: ["Aa Bb Cc <answer> cba\n</answer>", '<answer>"cba"</answer>', '"cba".',
+          "The answer is cba."],
+    -1.0: ["<answer>abc</answer>", "<answer>CBA</answer>", "<answer>c b a</answer>",
+           "<answer>cba</answer> or <answer>abc</answer>", "<answer></answer>", "<answer>cba",
+           '{"answer": ["cba"]}', "cba, I think", ""],
+}  # fmt: skip
 
-@pytest.fixture
-def abc():
-    """An episode of two turns with the words abc and bcd."""
+
+@pytest.mark.parametrize("reward, response", [
+    (reward, response) for reward, responses in ANSWERS.items() for response in responses
+])  # fmt: skip
+def test_a_right_answer_goes_on_and_a_wrong_or_missing_one_ends_the_episode(reward, response):
     env = Reverse(turns=2)
     env.reset(0)
     env.items = ["abc", "bcd"]
-    return env
-
-
-@pytest.mark.parametrize("response", [
-    "Aa Bb Cc <answer> cba\n</answer>", '<answer>"cba"</answer>', '"cba".', "The answer is cba.",
-])  # fmt: skip
-def test_the_reversed_word_is_right_in_each_format(abc, response):
-    step = abc.step(response)
-    assert (step.reward, step.done) == (1.0, False)
-    assert step.message == {"role": "user", "content": 'Right. Word: "bcd"'}
-    assert step.info == {"correct": False, "right": 1}
-
-
-@pytest.mark.parametrize("response", [
-    "<answer>abc</answer>", "<answer>CBA</answer>", "<answer>c b a</answer>",
-    "<answer>cba</answer> or <answer>abc</answer>", "<answer></answer>", "<answer>cba",
-    '{"answer": ["cba"]}', "cba, I think", "",
-])  # fmt: skip
-def test_a_wrong_or_missing_answer_has_reward_minus_1_and_ends_the_episode(abc, response):
-    step = abc.step(response)
-    assert (step.reward, step.done, step.message) == (-1.0, True, None)
-    assert step.info == {"correct": False, "right": 0}
+    step, is_right = env.step(response), reward > 0
+    assert (step.reward, step.done) == (reward, not is_right)
+    assert step.info == {"correct": False, "right": int(is_right)}
+    right = {"role": "user", "content": 'Right. Word: "bcd"'}
+    assert step.message == (right if is_right else None)
 
 
 def test_the_echo_expects_a_copy():

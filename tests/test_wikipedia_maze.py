@@ -1,18 +1,12 @@
 """The maze of links on the bundled web: observations, rewards and demonstrations."""
 
-import json
-
 import pytest
 
 from environments.wikipedia_maze import WikipediaMaze, clicks_to
 
 
-def visit(title):
-    return json.dumps({"action": "visit_url", "url": title})
-
-
 def walk(env, *titles):
-    return [env.step(visit(title)) for title in titles]
+    return [env.step(f'{{"action": "visit_url", "url": "{title}"}}') for title in titles]
 
 
 def at(start, target, **options):
@@ -27,14 +21,13 @@ def at(start, target, **options):
 def test_brief_shows_each_page_in_a_new_context_with_the_unvisited_links_shuffled():
     env, openings = at("Egypt", "Sahara", brief=True), set()
     assert sorted(env.links) == ["Cat", "Cleopatra", "Desert", "Nile", "Pyramid"]
-    step = env.step(visit("Nile"))
+    (step,) = walk(env, "Nile")
     target, links = step.message["content"].split("\nLinks: ")
     assert step.fresh and target == "Target: Sahara, 4 left"
     assert sorted(links.split(", ")) == ["Paper", "Sahara", "Wheat"]  # without Egypt
-    for invalid in (visit("Egypt"), "no idea"):
-        again = env.step(invalid)
+    for again in (*walk(env, "Egypt"), env.step("no idea")):
         assert again.fresh and again.reward == -0.1 and again.message == step.message
-    assert env.step(visit("Sahara")).info["correct"]
+    assert walk(env, "Sahara")[0].info["correct"]
     for seed in range(50):
         openings.add(opening := env.reset(seed)[0]["content"])
         assert opening == f"Target: Sahara, 5 left\nLinks: {', '.join(env.links)}"
@@ -56,11 +49,11 @@ def test_a_demonstration_is_valid_after_any_detour(brief):
     env.max_visits = 12
     for seed in range(100):
         env.reset(seed)
-        step, turn = None, 0
-        while step is None or not step.done:
+        for turn in range(12):
             text = env.demonstrate(hasty=turn % 2 == 0)
             num_lost += "Nothing nearer is left" in text
             step = env.step(text)
             assert step.reward >= 0
-            turn += 1
+            if step.done:
+                break
     assert (num_lost > 0) == brief
