@@ -86,6 +86,7 @@ class Agent:
     chat: list[Message] = field(default_factory=list)  # messages in the context
     context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
     num_seen: int = 0  # messages that `context_ids` has
+    num_opening: int = 0  # ids of the prompt with which the context began
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
     step: Step | None = None  # its last one
@@ -102,7 +103,7 @@ class Agent:
             messages = with_system(tokenizer, messages, self.renderer.system_prompt)
         self._extend(messages)
 
-    def add(self, answer: Completion | str | None) -> str:
+    def add(self, answer: Completion | str | None) -> Response:
         """Appends a completion, sampled after `prompt_ids`, or a demonstration. Returns its text.
 
         The text of the answer begins with the prefill, if the prompt ended with one. Raises
@@ -122,9 +123,10 @@ class Agent:
         if self.given:  # the answer, which follows, begins with this message
             del self.chat[-1], self.rollout.messages[-1]
         self._extend([{"role": "assistant", "content": text}])
+        self.num_opening = self.num_opening if self.context_ids else len(prompt)
         self.context_ids, self.prompt_ids, self.num_seen = prompt + ids, [], len(self.chat)
         response = Response(text)
-        response.token_ids = found.token_ids
+        response.token_ids = self.context_ids[self.num_opening :]
         return response
 
     def show(self, right: str | None) -> None:

@@ -174,7 +174,8 @@ class RolloutCollector:
             responses = {}
             for agent, answer in zip(acting, answers, strict=True):
                 # appends a Turn with the sampled ids, exactly as they are; returns their text
-                responses[agent.rollout.agent] = agent.add(answer)
+                responses[agent.rollout.agent] = response = agent.add(answer)
+                response.is_last = len(agent.rollout.turns) == self.max_turns
             episode.rounds += 1
 
             right: dict[str, str | None] = {}  # what would have been right

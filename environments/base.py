@@ -182,13 +182,15 @@ def _to_list(value: Any) -> Any:
 
 
 class Response(str):
-    """A response of the policy. `token_ids`: as they were sampled, with the end of the turn.
-    `earlier`: the episode's messages before it that called tools, and those with the results.
-    `is_cut`: the episode was cut off after these, and the response is the last one of them."""
+    """A response of the policy. `token_ids`: all of its context after the opening messages, as they
+    were sampled, with the end of the turn. Where there are tools, `earlier`: the messages before it
+    that called some, and those with the results; `message`: it as a message, with its calls.
+    `is_last`: --max-turns allows no other."""
 
     token_ids: Sequence[int] = ()
     earlier: Sequence[Message] = ()
-    is_cut: bool = False
+    message: Message | None = None
+    is_last: bool = False
 
 
 @dataclass

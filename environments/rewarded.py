@@ -30,8 +30,9 @@ value of each, `info["weight_<name>"]` its weight if that is not 1, `info["row"]
 
 `tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
 functions, and the public methods of an object that each episode has for itself. Its `reset` gets
-the row, and what it returns ends the prompt. Functions get these objects, `environments`, and each
-completion (of messages) has all that the policy and the tools said, in OpenAI's form; they are
+the row, and what it returns ends the prompt, which a row may lack; its `get_reward` is one function
+more, called as its class, with the weight 1. Functions get these objects, `environments`, and each
+completion (of messages) has all that the policy and the tools said, in OpenAI's form. They are
 called for each completion by itself, also where an episode is cut off between calls.
 
 Each prompt of an update is drawn from all rows. One prompt in eight is reserved for evaluation,
@@ -65,7 +66,6 @@ from environments.base import (
     EnvFailure,
     Message,
     NoReward,
-    Response,
     RunInfo,
     Step,
     UsageError,
@@ -91,6 +91,8 @@ class Rewarded(Env):
     environment, in titles and metrics; `tools`: functions that the policy may call; `environment`:
     a class as TRL's `environment_factory`, whose methods are tools."""
 
+    judges_calls = True  # an episode that ends after calls is judged, too
+
     def __init__(
         self,
         data: str = "",
@@ -106,33 +108,38 @@ class Rewarded(Env):
         tools: tuple[str, ...] = (),
         environment: str = "",
     ):
-        if not data or not reward:
-            raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
+        self.functions: list[Function] = []
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
-        names, functions = (
-            [word.rpartition(":")[2] for word in reward],
-            [*map(import_attribute, reward)],
-        )
-        for name, function in zip(names, functions, strict=True):
-            if not callable(function) or names.count(name) > 1:
-                raise UsageError(f"reward: {name} is no function, or the name of two")
-        self.correct, self.threshold = correct.rpartition(":")[2], threshold
+        for word, weight in zip(reward, weights or [1.0] * len(reward), strict=True):
+            if not callable(function := import_attribute(word)):
+                raise UsageError(f"reward: {word} is no function")
+            self.add(word.rpartition(":")[2], function, weight)
+        self.world = import_attribute(environment)() if environment else None
+        methods = dict(inspect.getmembers(type(self.world), inspect.isfunction))  # of None: none
+        if methods.pop("get_reward", None):
+            self.add(type(self.world).__name__, _rewards_of, 1.0)
+        if not data or not self.functions:
+            raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
+        names = [name for name, *_ in self.functions]
+        place = reward.index(correct) if correct in reward else -1
+        self.correct = names[place] if place >= 0 else correct.rpartition(":")[2]
         if correct and self.correct not in names:
             raise UsageError(f"correct={correct}: name one of {' '.join(names)}; with the weight 0 "
                              "it adds no reward")  # fmt: skip
-        self.functions: list[Function] = [
-            *zip(names, functions, weights or [1.0] * len(names), strict=True)
-        ]
-        self.waits = all(map(inspect.iscoroutinefunction, functions))
-        self.prompt, self.raw = prompt, raw
-        self.world = import_attribute(environment)() if environment else None
-        methods = inspect.getmembers(type(self.world), inspect.isfunction)  # of None: none
+        self.threshold, self.prompt, self.raw = threshold, prompt, raw
+        self.waits = all(inspect.iscoroutinefunction(function) for _, function, _ in self.functions)
         self.tools = [*map(import_attribute, tools)] + [
-            getattr(self.world, name) for name, _ in methods
-            if name not in ("reset", "get_reward") and not name.startswith("_")
+            getattr(self.world, name) for name in methods
+            if name != "reset" and not name.startswith("_")
         ]  # fmt: skip
-        self.train, self.test, self.columns = load(data, prompt, config, split)
+        self.train, self.test, self.columns = load(data, prompt, config, split, bool(environment))
+
+    def add(self, name: str, function: Callable[..., Any], weight: float) -> None:
+        """Adds a function; the second one of a name is NAME_2."""
+        while name in [other for other, *_ in self.functions]:
+            name += "_2"
+        self.functions.append((name, function, weight))
 
     @classmethod
     def begin_run(cls, info: RunInfo) -> None:
@@ -149,7 +156,7 @@ class Rewarded(Env):
     def reset(self, seed: int) -> list[Message]:
         self.is_evaluation = seed in EVAL_SEEDS
         self.row = draw(seed, self.train, self.test)
-        self.asked = self.row[self.prompt]
+        self.asked = self.row.get(self.prompt, [user("")])
         if self.world is not None:
             row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
             end = self.world.reset(**row) or ""
@@ -167,13 +174,6 @@ class Rewarded(Env):
         if isinstance(step, Exception):
             raise step
         return step
-
-    def step_when_cut(self, earlier: Sequence[Message]) -> Step:
-        """The last step of an episode that was cut off between calls of tools."""
-        said = [m["content"] for m in earlier if m["role"] == "assistant"]
-        response = Response(said[-1] if said else "")
-        response.earlier, response.is_cut = earlier, True
-        return self.step(response)
 
     @classmethod
     def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step | Exception]:
@@ -283,7 +283,7 @@ def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
 
 @functools.cache  # a run needs all its data until its end
 def load(
-    data: str, prompt: str, config: str, split: str
+    data: str, prompt: str, config: str, split: str, may_lack: bool = False
 ) -> tuple[list[Placed], list[Placed], list[str]]:
     """Returns the rows for training, those for evaluation, and the names of the columns but
     `prompt`.
@@ -291,14 +291,14 @@ def load(
     Data on which the run both trains and evaluates is divided by the text in the column `prompt`,
     or that of all columns, as JSON, if `prompt` is "" or all rows have the same; it is used for
     both, with a line, if that leaves no row for one of them. Other data is used whole. Raises
-    UsageError if there are no rows, or one has no prompt.
+    UsageError if there are no rows, or one has no prompt, but if they `may_lack` it.
     """
     rows, texts = list[Placed](), list[str]()
     for number, columns in read_rows(data, config, split):
         rows.append(Placed(columns))
         rows[-1].place = f"{os.path.basename(data)}:{number}"
-        value = columns.get(prompt) if prompt else columns
-        if prompt and not isinstance(value, str | list):
+        value = columns.get(prompt, columns if may_lack else None) if prompt else columns
+        if value is not columns and not isinstance(value, str | list):
             what = f"{reprlib.repr(value)} in {prompt!r} is no text and no list of messages"
             raise UsageError(f"{data}, row {number}: {what}; its columns are {', '.join(columns)}")
         texts.append(value if isinstance(value, str) else _as_json(value))
@@ -336,25 +336,28 @@ def held_out_of(texts: list[str]) -> list[bool]:
 
 def num_held_out(spec: EnvSpec) -> int:
     """The number of rows for evaluation of an environment with data; no limit for any other."""
-    return len(_load(spec)[1]) if spec.name in ("rewarded", "agent") else sys.maxsize
-
-
-def _load(spec: EnvSpec) -> tuple[list[Placed], list[Placed], list[str]]:
-    o = spec.values
-    return load(o["data"], o.get("prompt", ""), o["config"], o["split"])
+    if spec.name not in ("rewarded", "agent"):
+        return sys.maxsize
+    o = {"prompt": "", "environment": ""} | spec.values
+    may_lack = bool(o["environment"])
+    return len(load(o["data"], o["prompt"], o["config"], o["split"], may_lack)[1])
 
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
 
 
+def _rewards_of(environments: Sequence[Any]) -> list[Any]:
+    return [environment.get_reward() for environment in environments]
+
+
 def _completion(prompt: str | list[Message], response: str) -> Any:
     """What the functions get for a response: a text, or the messages since the prompt."""
     if isinstance(prompt, str):
         return response
-    earlier = [*getattr(response, "earlier", ())]
-    last = {"role": "assistant", "content": response.removeprefix(prefill_of(prompt))}
-    return earlier if getattr(response, "is_cut", False) else [*earlier, last]
+    own = getattr(response, "message", None) or {"role": "assistant", "content": response}
+    last = own | {"content": own["content"].removeprefix(prefill_of(prompt))}
+    return [*getattr(response, "earlier", ()), last]
 
 
 def _judge(
@@ -385,8 +388,10 @@ def _judge(
     }
     if first.world is not None:
         others["environments"] = [env.world for env in batch]
-    returned = {name: _call(name, function, lists, others, row)
-                for name, function, _ in first.functions}  # fmt: skip
+    returned: dict[str, Any] = {}
+    for name, function, _ in first.functions:
+        with _named(name, row):
+            returned[name] = function(**_arguments(function, lists, others))
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
         returned |= event_loop.wait_for(_await_all(waiting, row))
@@ -403,19 +408,17 @@ def _judge(
             for env, own, info in zip(batch, values, logged, strict=True)]  # fmt: skip
 
 
-def _call(
-    name: str, function: Callable[..., Any], lists: dict[str, list[Any]], others: dict[str, Any],
-    row: Placed | None,
-) -> Any:  # fmt: skip
-    """What a function returns, called with the arguments that it names. `lists`: those with an
-    entry for each completion, of which it gets copies."""
+def _arguments(
+    function: Callable[..., Any], lists: dict[str, list[Any]], others: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments that a function names. `lists`: those with an entry for each completion, of
+    which it gets copies."""
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    with _named(name, row):
-        own = {key: [*map(copy.deepcopy, values)] for key, values in lists.items()
-               if takes_all or key in parameters}  # fmt: skip
-        own |= {key: value for key, value in others.items() if takes_all or key in parameters}
-        return function(**own)
+    return {
+        key: [*map(copy.deepcopy, value)] if key in lists else value
+        for key, value in (lists | others).items() if takes_all or key in parameters
+    }  # fmt: skip
 
 
 def _numbers(returned: Any, count: int) -> list[float]:

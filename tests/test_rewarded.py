@@ -151,6 +151,7 @@ def globals_of(spec):
      [1, 0, 0], [1, 0, 1]),
     ("wrapped", {}, [3, 3, 3], [1, 1, 1]), ("array", {}, [0, 1, 2], [0, 1, 1]),
     ("meets also", {}, [2, 2, 2], [1, 1, 1]),
+    ("array array", {"weights": "1 -2", "correct": "array_2"}, [0, -1, -2], [0, 1, 1]),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
     functions, options, rewards, right
@@ -338,10 +339,9 @@ def test_values_are_those_of_the_file(datasets):
 
 @pytest.mark.parametrize(("options", "words"), [
     ("data=none.csv,reward=rewards.py:two", "no file none.csv"), ("data=rows.jsonl", "set data="),
-    ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
+    ("data=rows.jsonl,reward=rewards.py:VALUE", "VALUE is no function"),
     ("data=rows.jsonl,reward=rewards.py", "FILE.py:"),
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
-    ("data=rows.jsonl,reward=rewards.py:two second.py:two", "the name of two"),
     ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2"),
     ("data=odd.jsonl,reward=rewards.py:two", "row 2: {'a': 1} in 'prompt'"),
@@ -352,7 +352,6 @@ def test_an_invalid_option_is_one_line(options, words):
     write("bad.jsonl", [{"prompt": "a"}, [1]])
     write("odd.jsonl", [{"prompt": "a"}, {"prompt": {"a": 1}}])
     Path("empty.jsonl").touch()
-    Path("second.py").write_text(FUNCTIONS)
     with pytest.raises(UsageError) as error:
         make(f"rewarded:{options}")
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -454,7 +453,7 @@ def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
 
 COUNTER = """
 calls = []
-def multiply(a: int, b: int) -> int:
+def multiply(a: int, b: int) -> dict:
     '''
     Multiplies.
 
@@ -462,7 +461,7 @@ def multiply(a: int, b: int) -> int:
         a: One number.
         b: Another one.
     '''
-    return a * b
+    return {"product": a * b, "is_even": None}
 class Odd(Counter):
     def __init__(self):
         self.lock = __import__("threading").Lock()  # nothing copies it
@@ -472,36 +471,47 @@ class Odd(Counter):
         return 0
     def _hidden(self):
         pass
-def used(prompts, completions, **columns):
-    calls.extend(completions)
-    assert prompts[0][-1]["content"] == f"Count. To {columns['goal'][0]}, please."
+def used(prompts, completions, completion_ids, **columns):
+    calls.append((completions[0], completion_ids[0]))
+    assert prompts[0][-1]["content"].endswith(f" To {columns['goal'][0]}, please.")
     return few_calls(completions)
 """
 COUNTING = ("rewarded:data=goals.jsonl,reward=counter.py:reached counter.py:used,"
             "tools=counter.py:multiply,environment=counter.py:Odd")  # fmt: skip
-TWO_CALLS = call_text("add", by=2) + call_text("multiply", a=2, b=3)
+TWO_CALLS = f"<think>So</think>\n\nNow {call_text('add', by='2')}{call_text('multiply', a=2, b=3)}"
 
 
-@pytest.mark.parametrize(("last", "num_calls", "total"), [
-    ("Done.", 3, 0.7), (call_text("add", by=4), 4, -0.4), (None, 0, 0)
+@pytest.mark.parametrize(("texts", "max_turns", "num_calls", "total"), [
+    (["<think>1</think>\n\nDone. "], 3, 3, 1.7),
+    ([call_text("add", by=4)], 3, 3, 1.7),  # is not run, as no answer may follow
+    ([call_text("add", by=4)], 9, 4, 4.7),  # its result does not fit into the context
 ])  # fmt: skip
-def test_functions_read_the_turns_with_tools_also_of_an_episode_that_is_cut_off(
-    last, num_calls, total
+def test_functions_get_what_trl_gives_them_of_an_episode_with_tools(
+    policy, texts, max_turns, num_calls, total
 ):
-    """Those of the README, and others."""
-    policy = load_small(PRETRAINED)
+    """As seen in TRL 1.16. The functions are those of the README, and others; the rows have no
+    prompt, which `reset` gives."""
     Path("counter.py").write_text(block("class Counter") + COUNTER)
-    write("goals.jsonl", [{"prompt": [USER], "goal": 1, "n": n} for n in range(20)])
-    texts = [TWO_CALLS, call_text("add", by=-1), last] if last else ["Done."]
-    collector = RolloutCollector(policy, 3)
-    [rollout] = collector.collect([Task(COUNTING, 5, 0)], Lines(policy, texts), SamplingParams(4))
+    write("goals.jsonl", [{"goal": 1, "n": n} for n in range(20)])
+    policy.max_length = 1 << 20
+    for _ in range(1 + (max_turns == 9)):
+        collector = RolloutCollector(policy, max_turns if policy.max_length < 1 << 20 else 3)
+        lines = Lines(policy, [TWO_CALLS, call_text("add", by=-1), *texts])
+        [rollout] = collector.collect([Task(COUNTING, 5, 0)], lines, SamplingParams(4))
+        policy.max_length = len(rollout.turns[-1].prompt_ids) + 5
     assert not rollout.error and rollout.for_log["tools"] == ["multiply", "add"]
-    assert rollout.episode_return == pytest.approx(total)
+    assert rollout.messages[0]["content"] == " To 1, please."
+    assert rollout.episode_return == pytest.approx(total) and len(rollout.turns) == 3
     assert rollout.info["tool_calls"] == num_calls
-    assert rollout.episode_truncated is (last not in ("Done.", None))
-    if last:
-        [(first, result, *rest)] = globals_of(COUNTING)["calls"]
-        roles = "tool assistant tool assistant" + " tool" * (last != "Done.")
-        assert [m["role"] for m in rest] == roles.split()
-        assert result == {"role": "tool", "name": "add", "content": "It is 2."}
-        assert [c["function"]["name"] for c in first["tool_calls"]] == ["add", "multiply"]
+    assert rollout.episode_truncated is ("Done" not in texts[0])
+    first, last = rollout.turns[0], rollout.turns[-1]
+    completion, ids = globals_of(COUNTING)["calls"][-1]
+    assert ids == (last.prompt_ids + last.completion_ids)[len(first.prompt_ids) :]
+    called, result, product, *_, end = completion
+    assert [m["role"] for m in completion] == "assistant tool tool assistant tool assistant".split()
+    assert (called["reasoning_content"], called["content"]) == ("So", "Now")
+    functions = [call["function"] for call in called["tool_calls"]]
+    assert functions[0] == {"name": "add", "arguments": {"by": 2}}
+    assert result == {"role": "tool", "name": "add", "content": "It is 2."}
+    assert product["content"] == "{'product': 6, 'is_even': None}"
+    assert end["content"] == ("Done." if "Done" in texts[0] else "")

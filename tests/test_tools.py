@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from test_chat_template import EACH, HI, byte_tokenizer, opens, template_of
 from test_episodes import AtOnce
 
@@ -309,13 +308,14 @@ def tag(words: list[str], kind: Literal["noun", "verb"] | None = None) -> list:
     (call_text("subtract", a=1), "error: there is no tool 'subtract'; there are add, crash"),
     (call_text("add", a=1), "error: add: 'b' is a required property"),
     (call_text("add", a=1, b=2, c=3), "error: add: .*'c' was unexpected"),
-    (call_text("add", a=1, b="2"), "error: add.b: '2' is not of type 'integer'"),
+    (call_text("add", a=1, b="2.0"), "error: add.b: 2.0 is not of type 'integer'"),
+    (call_text("add", a="1", b="-2"), "-1"), (call_text("repeat", text="7"), "77"),
     ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "error: the call cannot be"),
     ('<tool_call>{"name": "crash", "id": 1}', "error: ValueError: no .* today"),
-    (call_text("tag", words=["Kraków"], kind="noun"), r'\[\["Kraków"\], "noun"\]'),
+    (call_text("tag", words='["Kraków"]', kind="noun"), r"\[\['Kraków'\], 'noun'\]"),
     (call_text("tag", words=["a", 2]), "error: tag.words.1: 2 is not of type 'string'"),
     (call_text("tag", words=[], kind="3"), "error: tag.kind: '3' is not one of"),
-    (call_text("tag", words=[], kind=None), r"\[\[\], null\]"),
+    (call_text("tag", words=[], kind=None), r"\[\[\], None\]"),
 ])  # fmt: skip
 def test_a_call_has_a_result_and_the_episode_goes_on(call, result):
     env = adder_with(tag)
@@ -375,14 +375,11 @@ class Bare:
 
 
 @pytest.mark.parametrize(("result", "text"), [
-    (np.float32(2.5), "2.5"),
-    ({"prices": np.array([1, 2]), "mean": torch.tensor(1.5)}, '{"prices": [1, 2], "mean": 1.5}'),
-    ({"tea", "jam"}, '["jam", "tea"]'),
+    (np.float32(2.5), "2.5"), ({"a": None, "b": "é"}, "{'a': None, 'b': 'é'}"),
     ([10**5000], "error: ValueError: Exceeds the limit"),  # the policy's doing
-    ({(1, 2): 3}, "error: TypeError: keys must be"),
     ([{"type": "image", "image": Bare()}], None), ((i for i in range(3)), None),
 ])  # fmt: skip
-def test_a_result_is_a_text_or_json_or_fails_the_episode(result, text):
+def test_a_result_is_its_text_as_in_trl_or_fails_the_episode(result, text):
     """No policy learns from an address; that a tool has no text is not the policy's error."""
 
     def look() -> str:

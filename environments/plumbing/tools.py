@@ -38,6 +38,7 @@ from environments.base import (
     checked_step,
 )
 from environments.plumbing import event_loop
+from environments.plumbing.options import read_literal
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -151,10 +152,34 @@ def make_call(name: Any, arguments: Any = None, **_: Any) -> Call:
     return Call(name, arguments)
 
 
+def as_message(response: str, calls: list[Call]) -> Message:
+    """A response in OpenAI's form, without its thought: the text before the calls, and these."""
+    thought, _, content = response.rpartition(END_OF_THOUGHT)
+    message: Any = {"role": "assistant", "content": content.partition(OPENING)[0].strip()}
+    if thought:
+        message["reasoning_content"] = thought.rpartition(THOUGHT)[2].strip()
+    if calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        message["tool_calls"] = [{"type": "function", "function": f} for f in functions]
+    return message
+
+
+def with_types(call: Call, schemas: list[dict[str, Any]]) -> Call:
+    """The call with a text read as JSON, where its tool takes a number or a list: "3" as 3."""
+    kinds = {name_of(schema): parameters_of(schema) for schema in schemas}.get(call.name, {})
+    arguments = dict(call.arguments)
+    for key in arguments.keys() & kinds.keys():
+        is_text = isinstance(arguments[key], str)
+        if is_text and not Draft4Validator(kinds[key]).is_valid(arguments[key]):
+            arguments[key] = read_literal(arguments[key])
+    return Call(call.name, arguments)
+
+
 def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
 
-    EnvFailure passes through: it fails the episode, as does a result without a text.
+    EnvFailure passes through: it fails the episode, as does a result that Python shows by its
+    address.
     """
     by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
     if call == UNREADABLE:
@@ -171,13 +196,14 @@ def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
         result = tools[index](**call.arguments)
         if inspect.isawaitable(result):
             result = event_loop.wait_for(result)
-        if not isinstance(result, str):
-            result = json.dumps(result, default=_as_json, ensure_ascii=False)
+        text = str(result)
     except EnvFailure:
         raise
     except (Exception, SystemExit) as error:
-        result = f"error: {type(error).__name__}: {error}"
-    return result if len(result) <= MAX_RESULT else f"{result[:MAX_RESULT]}.. (cut)"
+        return f"error: {type(error).__name__}: {error}"[:MAX_RESULT]
+    if not isinstance(result, str) and " at 0x" in text:  # no policy can learn from an address
+        raise EnvFailure(f"a tool returned {text[:80]}, which has no text: return one")
+    return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}.. (cut)"
 
 
 class ToolEnv(SingleAgentEnv):
@@ -196,38 +222,40 @@ class ToolEnv(SingleAgentEnv):
     def reset(self, seed: int) -> dict[str, list[Message]]:
         self.counts = {"tool_calls": 0, "tool_errors": 0}
         self.earlier: list[Any] = []  # responses with calls, and their results
+        self.response = Response()  # the last one
         self.info: dict[str, Any] = {"correct": False}
         return super().reset(seed)
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         """Runs the calls of the response; passes one without a call to the environment."""
         response = responses[PLAYER]
-        calls = self.read_calls(response)
+        calls = [with_types(call, self.schemas) for call in self.read_calls(response)]
+        self.response = answer = Response(response)
+        answer.token_ids, answer.earlier = getattr(response, "token_ids", ()), [*self.earlier]
+        answer.message = as_message(response, calls)
         if not calls:
-            answer = Response(response)
-            answer.token_ids, answer.earlier = getattr(response, "token_ids", ()), self.earlier
             step = checked_step(self.env.step(answer), PLAYER, is_single=True)
             self.info = step.info or self.info
             return {PLAYER: replace(step, info=self.info | self.counts)}
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        asked = [{"type": "function", "function": function} for function in functions]
-        self.earlier.append({"role": "assistant", "content": response, "tool_calls": asked})
+        if getattr(response, "is_last", False) and (last := self.step_when_cut()):
+            return last
         results: list[Message] = []
         for call in calls:
             text = call_tool(self.tools, self.schemas, call)
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += text.startswith("error: ")
             results.append({"role": "tool", "content": text})
-            self.earlier.append({**results[-1], "name": call.name})
+        names = [{"name": call.name} for call in calls]
+        self.earlier += [answer.message, *map(dict.__or__, results, names)]
         info = self.info | self.counts
         return {PLAYER: ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))}
 
     def step_when_cut(self) -> dict[str, Step]:
-        """The last step of an episode that ended between calls; none if the environment has none:
-        `rewarded` calls its functions."""
-        if not hasattr(self.env, "step_when_cut"):
+        """The last step of an episode that ended after calls, which are not run if no answer can
+        follow them; none unless the environment `judges_calls`."""
+        if not getattr(self.env, "judges_calls", False):
             return {}
-        step = self.env.step_when_cut(self.earlier)
+        step = self.env.step(self.response)
         return {PLAYER: replace(step, info=step.info | self.counts, truncated=True)}
 
 
@@ -236,23 +264,6 @@ def with_tools(env: Env | MultiAgentEnv, read_calls: ReadCalls = read_calls) -> 
     if isinstance(env, Env) and env.tools:
         return ToolEnv(env, read_calls)
     return as_multi(env)
-
-
-def _as_json(value: Any) -> Any:
-    """A result that JSON does not have as numbers, a list or a text; EnvFailure without one.
-
-    >>> import datetime, numpy
-    >>> [*map(_as_json, (numpy.float32(2.5), numpy.eye(2), {3, 1}, datetime.date.min))]
-    [2.5, [[1.0, 0.0], [0.0, 1.0]], [1, 3], '0001-01-01']
-    """
-    if hasattr(value, "tolist"):  # of NumPy or torch
-        return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)  # in an order that is the same in each process
-    if " at 0x" in (text := str(value)):  # an address, of which no policy can learn anything
-        raise EnvFailure(f"a tool returned {type(value).__name__}, which has no text: return a "
-                         "text, or what JSON has")  # fmt: skip
-    return text
 
 
 def _is_enum(hint: Any) -> bool:
