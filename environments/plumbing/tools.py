@@ -169,9 +169,9 @@ def with_types(call: Call, schemas: list[dict[str, Any]]) -> Call:
     kinds = {name_of(schema): parameters_of(schema) for schema in schemas}.get(call.name, {})
     arguments = dict(call.arguments)
     for key in arguments.keys() & kinds.keys():
-        is_text = isinstance(arguments[key], str)
-        if is_text and not Draft4Validator(kinds[key]).is_valid(arguments[key]):
-            arguments[key] = read_literal(arguments[key])
+        fits, given = Draft4Validator(kinds[key]).is_valid, arguments[key]
+        if isinstance(given, str) and not fits(given) and fits(value := read_literal(given)):
+            arguments[key] = value
     return Call(call.name, arguments)
 
 
