@@ -7,68 +7,27 @@ of --sampler openai did not answer, is left out. core/README.md says what each m
 
 import itertools
 import json
+import math
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any
 
-from core import metrics
-from core.metrics import Tasks
+import torch
+
+from core.metrics import is_correct, opening_of
 from core.pool import is_program
-from core.results import accuracy_of, never_right, return_of
+from core.results import accuracy_of, evaluated, never_right, return_of
 from core.selection import has_failed, num_episodes
 from core.tasks import Task
 from core.types import Rollout
 from environments import rewarded
 from environments.base import PLAYER, Env
-from environments.plumbing.registry import EnvSpec, make
+from environments.plumbing.registry import make
 
-
-def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Accuracy, return and length by environment, from one greedy rollout of each task."""
-    counted = played(rollouts)
-    found = metrics.eval_metrics(counted, metrics.distinct_tasks(counted))
-    failed = [*filter(has_failed, rollouts)]
-    for env in dict.fromkeys(rollout.env for rollout in failed):
-        found[f"eval/{env}/failed"] = num_episodes([r for r in failed if r.env == env])
-    return found
-
-
-def of_answers(
-    progress: dict[str, Any], rollouts: list[Rollout], envs: Sequence[EnvSpec], num_tasks: int
-) -> dict[str, float]:
-    """How many tasks of each environment should have been played and were, and the fraction of
-    answers that are those of the first evaluation, which `progress` keeps."""
-    found: dict[str, float] = {}
-    first = progress.setdefault("first_answers", {})
-    for env in envs:
-        own = [r for r in rollouts if r.env == env.short]
-        now = {f"{r.seed} {r.agent}": hash(tuple(tuple(t.completion_ids) for t in r.turns))
-               for r in own if not r.error}  # fmt: skip
-        before = first.setdefault(env.short, now)
-        if before is not now and (both := before.keys() & now.keys()):
-            same = sum(before[key] == now[key] for key in both)
-            found[f"eval/{env.short}/same_answers"] = same / len(both)
-        if all(r.agent == PLAYER for r in own):  # others may end an episode before it acts
-            found[f"eval/{env.short}/asked"] = min(num_tasks, rewarded.num_held_out(env))
-            found[f"eval/{env.short}/played"] = len({r.seed for r in own})
-    return found
-
-
-def lines_about(counted: list[Rollout], found: dict[str, float], update: int) -> list[str]:
-    """What the metrics say, as text: of each environment, and with several agents of each agent.
-
-    `counted`: the rollouts that were `played`.
-    """
-    lines = []
-    for seat in metrics.by_seat(counted):
-        line = f"held-out accuracy at update {update}: {accuracy_of(seat, found)}  {seat}"
-        lines.append(line)
-        if never_right(seat, [found]):
-            lines[-1] += f"  mean return {return_of(seat, found)}"
-    return lines
+Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 
 
 def played(rollouts: list[Rollout]) -> list[Rollout]:
@@ -76,43 +35,170 @@ def played(rollouts: list[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if not rollout.env_failure]
 
 
+def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Accuracy and mean return over tasks with their 95% intervals, and length, by environment and
+    seat, from one greedy rollout of each task.
+
+    The interval of the return is NaN if the returns show no spread (a single task, or all equal):
+    then nothing is known about how far off their mean is.
+    """
+    counted, metrics = played(rollouts), dict[str, float]()
+    tasks = distinct_tasks(counted)
+    for seat, episodes in by_seat(counted).items():
+        correct = task_means(tasks, episodes, map(is_correct, episodes))
+        low, high = wilson(sum(correct.values()), len(correct))
+        by_task = task_means(tasks, episodes, (r.episode_return for r in episodes))
+        returns = torch.tensor([*by_task.values()], dtype=torch.float64)
+        has_spread = len(returns.unique()) > 1
+        error = 1.96 * returns.std().item() / math.sqrt(len(returns)) if has_spread else math.nan
+        metrics |= {
+            f"eval/{seat}/accuracy": sum(correct.values()) / len(correct),
+            f"eval/{seat}/ci_low": low,
+            f"eval/{seat}/ci_high": high,
+            f"eval/{seat}/return_mean": returns.mean().item(),
+            f"eval/{seat}/return_low": returns.mean().item() - error,
+            f"eval/{seat}/return_high": returns.mean().item() + error,
+            f"eval/{seat}/tokens_mean": statistics.fmean(r.num_tokens for r in episodes),
+            f"eval/{seat}/tasks": len(correct),
+            f"eval/{seat}/openings": len({*map(opening_of, episodes)}),
+        }
+        for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
+            if any(key in r.info for r in episodes):
+                has = task_means(tasks, episodes, (bool(r.info.get(key)) for r in episodes))
+                metrics[f"eval/{seat}/{name}"] = statistics.fmean(has.values())
+    failed = [*filter(has_failed, rollouts)]
+    for env in dict.fromkeys(rollout.env for rollout in failed):
+        metrics[f"eval/{env}/failed"] = num_episodes([r for r in failed if r.env == env])
+    return metrics
+
+
 def comparisons(
     progress: dict[str, Any],
-    counted: list[Rollout],
+    rollouts: list[Rollout],
     tasks: Sequence[Task],
+    num_tasks: int,
     play_trivial: Callable[[list[Task]], list[Rollout]],
 ) -> dict[str, float]:
-    """The p-value against the first evaluation, on the tasks that both have played, and the
-    accuracy of the trivial baseline.
+    """What an evaluation says beside the first one, which `progress` keeps, beside training and
+    beside the trivial baseline.
 
-    For each environment. `progress` keeps the first evaluation and the baseline, which is always
-    the same; it is left out for an environment that has none.
+    By environment: how many of the `num_tasks` tasks there are and were played, the fraction of
+    answers that are those of the first evaluation, the accuracy of the trivial baseline where there
+    is one; by seat also the fraction of openings that training has had, and the p-value against the
+    first evaluation, on the tasks that both have played.
     """
     results: dict[str, float] = {}
-    distinct = metrics.distinct_tasks(counted)
-    trivial = progress.setdefault("trivial", {})
+    counted = played(rollouts)
+    distinct = distinct_tasks(counted)
+    trivial, openings = progress.setdefault("trivial", {}), progress.setdefault("openings_seen", {})
     for env, spec in {task.env.short: task.env for task in tasks}.items():
-        own = [rollout for rollout in counted if rollout.env == env]
-        if not own:
+        own = [rollout for rollout in rollouts if rollout.env == env]
+        if all(r.agent == PLAYER for r in own):  # others may end an episode before it acts
+            results[f"eval/{env}/asked"] = min(num_tasks, rewarded.num_held_out(spec))
+            results[f"eval/{env}/played"] = len({r.seed for r in own})
+        if not (own := played(own)):
             continue
         keys = {id(r): key_of(r, is_program(spec)) for r in own}
-        now = {keys[id(r)]: metrics.is_correct(r) for r in own}
+        answers = {keys[id(r)]: hash(tuple(tuple(t.completion_ids) for t in r.turns))
+                   for r in own if not r.error}  # fmt: skip
+        before = progress.setdefault("first_answers", {}).setdefault(env, answers)
+        if before is not answers and (both := before.keys() & answers.keys()):
+            same = statistics.fmean(before[key] == answers[key] for key in both)
+            results[f"eval/{env}/same_answers"] = same
+        now = {keys[id(r)]: is_correct(r) for r in own}
         first = progress.setdefault("first_correct", {}).setdefault(env, now)
-        for seat, episodes in metrics.by_seat(own).items():
-            both = [r for r in episodes if keys[id(r)] in first]
-            solved = {id(r): float(first[keys[id(r)]]) for r in both}
-            before = metrics.task_means(both, distinct, partial(_looked_up, solved))
-            after = metrics.task_means(both, distinct, metrics.is_correct)
-            changes = [after[task] - before[task] for task in before]
-            if both:
+        for seat, episodes in by_seat(own).items():
+            begun = [openings[key] for r in episodes if (key := opening_key(r)) in openings]
+            if begun:
+                results[f"eval/{seat}/seen"] = statistics.fmean(begun)
+            again = [r for r in episodes if keys[id(r)] in first]
+            solved = task_means(distinct, again, (float(first[keys[id(r)]]) for r in again))
+            solved_now = task_means(distinct, again, map(is_correct, again))
+            changes = [solved_now[task] - solved[task] for task in solved]
+            if again:
                 lost, won = sum(c < 0 for c in changes), sum(c > 0 for c in changes)
-                results[f"eval/{seat}/p_value"] = metrics.mcnemar(lost, won)
+                results[f"eval/{seat}/p_value"] = mcnemar(lost, won)
         if env not in trivial:
             mine = [t for t in tasks if t.env.short == env and (env, t.seed) in distinct]
             trivial[env] = trivial_accuracy(mine, distinct, play_trivial)
         if trivial[env] is not None:
             results[f"eval/{env}/trivial"] = trivial[env]
+    for rollout in rollouts:
+        openings.setdefault(opening_key(rollout), False)
     return results
+
+
+def note_trained(progress: dict[str, Any], rollouts: list[Rollout]) -> None:
+    """Keeps in `progress` which first prompts of the held-out tasks were those of training, too."""
+    openings = progress.get("openings_seen", {})
+    begun = {opening_key(rollout) for rollout in rollouts if rollout.turns}
+    openings.update(dict.fromkeys(begun & openings.keys(), True))
+
+
+def lines_about(results: dict[str, float], update: int) -> list[str]:
+    """What the metrics say, as text: of each environment, and with several agents of each agent."""
+    lines = []
+    for seat in evaluated(results):
+        line = f"held-out accuracy at update {update}: {accuracy_of(seat, results)}  {seat}"
+        earned = f"  mean return {return_of(seat, results)}" * never_right(seat, [results])
+        lines.append(line + earned)
+    return lines
+
+
+def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
+    """The task of each (environment, seed); evaluations count each task once.
+
+    Seeds with the same opening prompts are one task. But if an environment gives two equal
+    beginnings of an episode, responses included, different continuations, then its seeds decide
+    more than the opening, such as the moves of others: each of its seeds is a task.
+    """
+    openings: dict[tuple[str, int], list[Hashable]] = defaultdict(list)
+    continuations: dict[int, tuple] = {}  # of each beginning
+    seeds_differ = set()
+    for r in rollouts:
+        # without a turn the environment has failed, and the opening is unknown
+        openings[r.env, r.seed].append(tuple(r.turns[0].prompt_ids) if r.turns else r.seed)
+        if r.error:
+            continue
+        beginning = hash((r.env, r.agent))
+        for turn, following in itertools.zip_longest(r.turns, r.turns[1:]):
+            beginning = hash((beginning, tuple(turn.prompt_ids), tuple(turn.completion_ids)))
+            end = following.prompt_ids if following else is_correct(r)
+            continuation = (turn.reward, end)
+            if continuations.setdefault(beginning, continuation) != continuation:
+                seeds_differ.add(r.env)
+    return {
+        (env, seed): seed if env in seeds_differ else tuple(prompts)
+        for (env, seed), prompts in openings.items()
+    }
+
+
+def by_seat(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
+    """Rollouts by seat: each environment, and with several agents also each env/agent."""
+    found: dict[str, list[Rollout]] = defaultdict(list)
+    agents: dict[str, set[str]] = defaultdict(set)
+    for r in rollouts:
+        agents[r.env].add(r.agent)
+    for r in rollouts:
+        found[r.env].append(r)
+        if len(agents[r.env]) > 1:
+            found[f"{r.env}/{r.agent}"].append(r)
+    return found
+
+
+def task_means(
+    tasks: Tasks, rollouts: list[Rollout], values: Iterable[float]
+) -> dict[Hashable, float]:
+    """The mean of the values of the rollouts of each task."""
+    columns: dict[Hashable, list[float]] = defaultdict(list)
+    for rollout, value in zip(rollouts, values, strict=True):
+        columns[tasks[rollout.env, rollout.seed]].append(value)
+    return {task: statistics.fmean(column) for task, column in columns.items()}
+
+
+def opening_key(rollout: Rollout) -> str:
+    """Names the first prompt of an episode, also in JSON."""
+    return str(hash(opening_of(rollout)))
 
 
 def key_of(rollout: Rollout, shows_time: bool) -> str:
@@ -134,8 +220,23 @@ def trivial_accuracy(
         if not isinstance(env, Env) or type(env).trivial is Env.trivial:
             return None
     episodes = played(play_trivial(tasks))
-    return statistics.fmean(metrics.task_means(episodes, distinct, metrics.is_correct).values())
+    return statistics.fmean(task_means(distinct, episodes, map(is_correct, episodes)).values())
 
 
-def _looked_up(values: dict[int, float], rollout: Rollout) -> float:
-    return values[id(rollout)]
+def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:
+    """95% Wilson interval of a proportion (Wilson 1927), which also holds near 0 and 1."""
+    p = successes / total
+    scale = 1 + z * z / total
+    middle = (p + z * z / (2 * total)) / scale
+    half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total)) / scale
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
+
+    `lost`, `won`: how many tasks only the first, or only the second, solved. If the policies are
+    equally good, each of these is lost or won with probability 1/2.
+    """
+    as_extreme = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * as_extreme / 2 ** (lost + won))

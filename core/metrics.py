@@ -1,15 +1,12 @@
-"""An evening on metrics, 1 of 4. What an update and an evaluation are measured by.
+"""An evening on metrics, 1 of 4. What an update is measured by.
 
-`UpdateStats` measures the gradient steps, `rollout_metrics` what was sampled, `eval_metrics` an
-evaluation; core/README.md says what each name means.
+`UpdateStats` measures the gradient steps, `rollout_metrics` what was sampled; core/evaluation.py an
+evaluation. core/README.md says what each name means.
 """
 
-import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +21,6 @@ from core.selection import groups_with_spread, has_failed, num_episodes
 from core.types import Rollout
 from environments.base import PLAYER
 
-Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
 
 
@@ -177,102 +173,14 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     }
 
 
-def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
-    """The task of each (environment, seed); evaluations count each task once.
-
-    Seeds with the same opening prompts are one task. But if an environment gives two equal
-    beginnings of an episode, responses included, different continuations, then its seeds decide
-    more than the opening, such as the moves of others: each of its seeds is a task.
-    """
-    openings: dict[tuple[str, int], list[Hashable]] = defaultdict(list)
-    continuations: dict[int, tuple] = {}  # of each beginning
-    seeds_differ = set()
-    for r in rollouts:
-        # without a turn the environment has failed, and the opening is unknown
-        openings[r.env, r.seed].append(tuple(r.turns[0].prompt_ids) if r.turns else r.seed)
-        if r.error:
-            continue
-        beginning = hash((r.env, r.agent))
-        for turn, following in itertools.zip_longest(r.turns, r.turns[1:]):
-            beginning = hash((beginning, tuple(turn.prompt_ids), tuple(turn.completion_ids)))
-            end = following.prompt_ids if following else is_correct(r)
-            continuation = (turn.reward, end)
-            if continuations.setdefault(beginning, continuation) != continuation:
-                seeds_differ.add(r.env)
-    return {
-        (env, seed): seed if env in seeds_differ else tuple(prompts)
-        for (env, seed), prompts in openings.items()
-    }
-
-
 def opening_of(rollout: Rollout) -> tuple[int, ...]:
     """The first prompt of an episode; () without a turn."""
     return tuple(rollout.turns[0].prompt_ids) if rollout.turns else ()
 
 
-def by_seat(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
-    """Rollouts by seat: each environment, and with several agents also each env/agent."""
-    found: dict[str, list[Rollout]] = defaultdict(list)
-    agents: dict[str, set[str]] = defaultdict(set)
-    for r in rollouts:
-        agents[r.env].add(r.agent)
-    for r in rollouts:
-        found[r.env].append(r)
-        if len(agents[r.env]) > 1:
-            found[f"{r.env}/{r.agent}"].append(r)
-    return found
-
-
-def task_means(
-    rollouts: list[Rollout], tasks: Tasks, value: Callable[[Rollout], float]
-) -> dict[Hashable, float]:
-    """The mean of `value` over the rollouts of each task."""
-    values: dict[Hashable, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        values[tasks[rollout.env, rollout.seed]].append(value(rollout))
-    return {task: statistics.fmean(column) for task, column in values.items()}
-
-
-def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
-    """Accuracy and mean return over tasks with their 95% intervals, and length, by environment.
-
-    The interval of the return is NaN if the returns show no spread (a single task, or all equal):
-    then nothing is known about how far off their mean is.
-    """
-    metrics: dict[str, float] = {}
-    for env, episodes in by_seat(rollouts).items():
-        correct = task_means(episodes, tasks, is_correct)
-        low, high = wilson(sum(correct.values()), len(correct))
-        by_task = task_means(episodes, tasks, lambda r: r.episode_return)
-        returns = torch.tensor(list(by_task.values()), dtype=torch.float64)
-        has_spread = len(returns.unique()) > 1
-        error = 1.96 * returns.std().item() / math.sqrt(len(returns)) if has_spread else math.nan
-        openings = set(map(opening_of, episodes))
-        metrics |= {
-            f"eval/{env}/accuracy": sum(correct.values()) / len(correct),
-            f"eval/{env}/ci_low": low,
-            f"eval/{env}/ci_high": high,
-            f"eval/{env}/return_mean": returns.mean().item(),
-            f"eval/{env}/return_low": returns.mean().item() - error,
-            f"eval/{env}/return_high": returns.mean().item() + error,
-            f"eval/{env}/tokens_mean": statistics.fmean(r.num_tokens for r in episodes),
-            f"eval/{env}/tasks": len(correct),
-            f"eval/{env}/openings": len(openings),
-        }
-        for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
-            if any(key in r.info for r in episodes):
-                has = task_means(episodes, tasks, partial(_has_info, key))
-                metrics[f"eval/{env}/{name}"] = statistics.fmean(has.values())
-    return metrics
-
-
 def is_correct(rollout: Rollout) -> bool:
     """Whether the environment calls the episode correct."""
-    return _has_info("correct", rollout)
-
-
-def _has_info(key: str, rollout: Rollout) -> bool:
-    return bool(rollout.info.get(key))
+    return bool(rollout.info.get("correct"))
 
 
 def explained_variance(targets: Tensor, values: Tensor) -> float:
@@ -281,25 +189,6 @@ def explained_variance(targets: Tensor, values: Tensor) -> float:
     errors = targets.double() - values.double()
     unexplained, spread = (minus(x, x.mean()).square().sum() for x in (errors, targets.double()))
     return 1 - (unexplained / spread).item() if spread else 0.0
-
-
-def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:
-    """95% Wilson interval of a proportion (Wilson 1927), which also holds near 0 and 1."""
-    p = successes / total
-    scale = 1 + z * z / total
-    middle = (p + z * z / (2 * total)) / scale
-    half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total)) / scale
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
-
-    `lost`, `won`: how many tasks only the first, or only the second, solved. If the policies are
-    equally good, each of these is lost or won with probability 1/2.
-    """
-    as_extreme = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
-    return min(1.0, 2 * as_extreme / 2 ** (lost + won))
 
 
 def _info_means(rollouts: list[Rollout]) -> dict[str, float]:

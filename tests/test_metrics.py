@@ -12,16 +12,9 @@ from algorithms.tokens import Tokens
 from core import evaluation, probes
 from core.batching import to_tokens
 from core.config import Config
+from core.evaluation import accuracy_metrics, comparisons, mcnemar, wilson
 from core.loop.evaluator import Evaluator
-from core.metrics import (
-    UpdateStats,
-    distinct_tasks,
-    eval_metrics,
-    explained_variance,
-    mcnemar,
-    rollout_metrics,
-    wilson,
-)
+from core.metrics import UpdateStats, explained_variance, rollout_metrics
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
 from core.types import Rollout, Turn
@@ -33,15 +26,11 @@ def rollout(reward, group=0, tokens=2, reason="stop", **info):
     return Rollout("e", "player", 0, group, messages, [turn], info=info)
 
 
-def evaluated(seed, opening, answer, correct, agent="player", env="e", **info):
+def evaluated(seed, opening, answer, correct, agent="player", env="e", asked="?"):
     """A greedy episode of one turn; `opening` and `answer` stand for token ids."""
     turn = Turn([opening], [answer], [0.0], "stop", float(correct))
-    info = info | {"correct": correct}
-    return Rollout(env, agent, seed, seed, [], [turn], info=info)
-
-
-def metrics_of(rollouts):
-    return eval_metrics(rollouts, distinct_tasks(rollouts))
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "it"}]
+    return Rollout(env, agent, seed, seed, messages, [turn], info={"correct": correct})
 
 
 def test_rollout_metrics_by_hand():
@@ -81,29 +70,12 @@ def test_rollout_metrics_by_hand():
     assert "groups/openings" not in rollout_metrics(Config(), rollouts)
 
 
-def test_accuracy_counts_info_correct_and_not_the_reward():
-    rollouts = [rollout(0.9, correct=False), rollout(0.1, correct=True, lenient=True, tool_calls=3)]
-    rollouts[1].seed = 1
-    metrics = metrics_of(rollouts)
-    half = 1.96 * 0.4  # returns 0.9 and 0.1: standard deviation 0.4 · √2, divided by √2
-    expected = {"accuracy": 0.5, "lenient": 0.5, "called": 0.5, "return_mean": 0.5,
-                "return_low": 0.5 - half, "return_high": 0.5 + half}  # fmt: skip
-    assert {k: metrics[f"eval/e/{k}"] for k in expected} == pytest.approx(expected)
-    assert math.isnan(metrics_of(rollouts[:1])["eval/e/return_low"])  # no spread, no interval
-
-
-@pytest.mark.parametrize(
-    ("lost", "won", "p"),
-    [(0, 5, 2 / 32), (1, 7, 2 * (1 + 8) / 256), (3, 3, 1.0), (0, 0, 1.0), (7, 1, 2 * 9 / 256)],
-)
-def test_mcnemar_counts_the_tasks_that_changed(lost, won, p):
-    assert mcnemar(lost, won) == pytest.approx(p)
-
-
-def test_wilson_interval_by_hand_and_at_one():
+def test_the_interval_of_wilson_and_the_p_of_mcnemar_by_hand():
     assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-5)
     assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
     assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] > 0.2
+    for lost, won, p in ((0, 5, 2 / 32), (1, 7, 18 / 256), (3, 3, 1), (0, 0, 1), (7, 1, 18 / 256)):
+        assert mcnemar(lost, won) == pytest.approx(p)
 
 
 @pytest.mark.parametrize(
@@ -179,51 +151,56 @@ def test_values_explain_the_rewards_that_followed_and_not_targets_with_values_in
     assert explained_variance(near, near) == 1
 
 
-def test_seeds_with_the_same_opening_are_one_task():
-    """Five questions, each drawn ten times; the fifth is answered wrongly."""
-    metrics = metrics_of([evaluated(seed, seed % 5, 9, seed % 5 < 4) for seed in range(50)])
-    expected = {"accuracy": 0.8, "ci_low": 0.375528, "ci_high": 0.963777, "return_mean": 0.8,
-                "tasks": 5, "openings": 5}  # fmt: skip
-    assert {k: metrics[f"eval/e/{k}"] for k in expected} == pytest.approx(expected, abs=1e-5)
-    # returns 1 1 1 1 0: variance 0.2, so a standard error of 0.2
-    assert metrics["eval/e/return_low"] == pytest.approx(0.8 - 1.96 * 0.2)
+FAILED = [Rollout("e", "player", seed, seed, error="TimeoutError") for seed in (0, 1)]
+GAMES = [(evaluated(g, g, 9, g < 3, "X"), evaluated(g, g, 9, g == 3, "O")) for g in range(4)]
 
 
-def test_which_seeds_are_tasks_of_their_own():
-    """One opening, one answer; each seed is a task if it decides more than the opening."""
-    games = [[evaluated(seed, 1, 9, correct) for seed in range(4)] for correct in (True, False)]
-    verdict, reward = [evaluated(seed, 1, 9, seed > 0) for seed in range(4)], games[1]
-    reward[3].turns[0].reward = 0.5
-    moves = games[0]
-    for r in moves:
-        r.turns.append(Turn([1, 9, 7 + (r.seed == 3)], [2], [0.0], "stop", 0.0))
-        r.info["correct"] = r.seed != 1
-    rounding = [evaluated(0, 1, 8, True), evaluated(1, 1, 9, False), evaluated(2, 2, 9, True)]
-    for rollouts, accuracy, tasks in (
-        (verdict, 0.75, 4), (moves, 0.75, 4), (reward, 0.0, 4), (rounding, 0.75, 2),
-    ):  # fmt: skip
-        metrics = metrics_of(rollouts)
-        assert (metrics["eval/e/accuracy"], metrics["eval/e/tasks"]) == (accuracy, tasks)
-    assert (metrics_of(verdict)["eval/e/ci_low"], metrics_of(verdict)["eval/e/openings"]) == (
-        wilson(3, 4)[0], 1,
-    )  # fmt: skip
+@pytest.mark.parametrize(("rollouts", "expected"), [
+    # what counts is info["correct"]; returns 0.9 and 0.1: standard deviation 0.4 · √2, over √2
+    ([rollout(0.9, correct=False),
+      replace(rollout(0.1, correct=True, lenient=True, tool_calls=3), seed=1)],
+     {"e/accuracy": 0.5, "e/lenient": 0.5, "e/called": 0.5, "e/return_mean": 0.5,
+      "e/return_low": 0.5 - 1.96 * 0.4, "e/return_high": 0.5 + 1.96 * 0.4}),
+    ([rollout(0.9, correct=True)], {"e/return_low": math.nan}),  # no spread, no interval
+    # five questions, each drawn ten times; the fifth is answered wrongly; returns 1 1 1 1 0
+    ([evaluated(seed, seed % 5, 9, seed % 5 < 4) for seed in range(50)],
+     {"e/accuracy": 0.8, "e/ci_low": 0.375528, "e/ci_high": 0.963777, "e/return_mean": 0.8,
+      "e/return_low": 0.8 - 1.96 * 0.2, "e/tasks": 5, "e/openings": 5}),
+    # a failed episode is wrong, and a task of its own
+    ([*FAILED, evaluated(2, 1, 9, True), evaluated(3, 1, 9, True)],
+     {"e/accuracy": 1 / 3, "e/tasks": 3, "e/failed": 2}),
+    # X wins the first three games, O the fourth; one game is one task, with two rollouts
+    ([rollout for game in GAMES for rollout in game],
+     {"e/X/accuracy": 0.75, "e/O/accuracy": 0.25, "e/accuracy": 0.5, "e/X/tasks": 4,
+      "e/O/tasks": 4, "e/tasks": 4, "e/X/ci_low": wilson(3, 4)[0]}),
+    # one opening, one answer: each seed is a task if it decides more, such as the verdict
+    ([evaluated(seed, 1, 9, seed > 0) for seed in range(4)],
+     {"e/accuracy": 0.75, "e/tasks": 4, "e/openings": 1, "e/ci_low": wilson(3, 4)[0]}),
+    # two answers to one question: two tasks
+    ([evaluated(0, 1, 8, True), evaluated(1, 1, 9, False), evaluated(2, 2, 9, True)],
+     {"e/accuracy": 0.75, "e/tasks": 2}),
+])  # fmt: skip
+def test_an_evaluation_is_a_mean_over_tasks(rollouts, expected):
+    metrics = accuracy_metrics(rollouts)
+    values = {name: metrics[f"eval/{name}"] for name in expected}
+    assert values == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    assert len(evaluation.lines_about(metrics, 0)) == sum(k.endswith("/tasks") for k in metrics)
 
 
-def test_a_failed_episode_is_a_task_of_its_own_and_wrong():
-    failed = [Rollout("e", "player", seed, seed, error="TimeoutError") for seed in (0, 1)]
-    metrics = metrics_of([*failed, evaluated(2, 1, 9, True), evaluated(3, 1, 9, True)])
-    assert metrics["eval/e/accuracy"] == pytest.approx(1 / 3) and metrics["eval/e/tasks"] == 3
+@pytest.mark.parametrize(("correct", "reward", "moves"), [(False, 0.5, 0), (True, 1.0, 1)])
+def test_rewards_and_moves_tell_seeds_of_one_opening_apart(correct, reward, moves):
+    rollouts = [evaluated(seed, 1, 9, correct) for seed in range(4)]
+    rollouts[3].turns[0].reward = reward
+    for r in rollouts:
+        r.turns += [Turn([1, 9, 7 + (r.seed == 3)], [2], [0.0], "stop", 0.0)] * moves
+    assert accuracy_metrics(rollouts)["eval/e/tasks"] == 4
 
 
-def test_each_seat_of_a_game_has_its_own_accuracy_over_games():
-    """X wins the first three games, O the fourth; one game is one task, with two rollouts."""
-    games = [(evaluated(g, g, 9, g < 3, "X"), evaluated(g, g, 9, g == 3, "O")) for g in range(4)]
-    rollouts = [rollout for game in games for rollout in game]
-    metrics = metrics_of(rollouts)
-    assert len(evaluation.lines_about(rollouts, metrics, 0)) == 3  # four games, not eight
-    assert [metrics[f"eval/e{seat}/accuracy"] for seat in ("/X", "/O", "")] == [0.75, 0.25, 0.5]
-    assert [metrics[f"eval/e{seat}/tasks"] for seat in ("/X", "/O", "")] == [4, 4, 4]
-    assert (metrics["eval/e/X/ci_low"], metrics["eval/e/X/ci_high"]) == wilson(3, 4)
+def compared(progress, rollouts):
+    """The metrics of `comparisons` with the first evaluation, and of no other kind."""
+    drawn = [Task(r.env, r.seed, r.seed) for r in rollouts]
+    found = comparisons(progress, rollouts, drawn, len(drawn), None)
+    return {name: value for name, value in found.items() if not name.endswith(("asked", "played"))}
 
 
 def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():
@@ -233,37 +210,36 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
 
     def p_value(right, seeds):
         rollouts = [evaluated(s, s // 2, 8 + (s in right), s in right) for s in seeds]
-        return evaluation.comparisons(progress, rollouts, [Task("e", s, s) for s in seeds], None)
+        return compared(progress, rollouts)["eval/e/p_value"]
 
-    assert p_value(right=(), seeds=range(6)) == {"eval/e/p_value": 1.0}
-    assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == {"eval/e/p_value": 0.5}
+    assert p_value(right=(), seeds=range(6)) == 1.0
+    assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == 0.5
     first = progress["first_correct"]["e"]
     first |= {key: int(key.split()[0]) < 4 for key in first}
-    assert p_value(right=(2, 4), seeds=range(6)) == {"eval/e/p_value": 1.0}  # two lost, one won
+    assert p_value(right=(2, 4), seeds=range(6)) == 1.0  # two lost, one won
 
 
 def test_the_paired_test_of_an_environment_is_of_its_own_tasks_that_have_not_changed():
     """Of six wrong answers in "a" and "b", three tasks of "b" get other questions, and those alone
-    are right then."""
+    are right then; so are the answers that are compared with the first ones."""
     progress = {"trivial": {"a": None, "b": 0.0}}
 
     def found(questions, right=()):
-        rollouts = [evaluated(s, s, 9, env == "b" and s in right, env=env)
+        rollouts = [evaluated(s, s, 9, env == "b" and s in right, env=env,
+                              asked=questions[s] if env == "b" else "?")
                     for env in ("a", "b") for s in range(6)]  # fmt: skip
-        for rollout in rollouts:
-            asked = questions[rollout.seed] if rollout.env == "b" else "?"
-            rollout.messages = [{"role": "user", "content": asked},
-                                {"role": "assistant", "content": "it"}]  # fmt: skip
-        tasks = [Task(env, s, s) for env in ("a", "b") for s in range(6)]
-        metrics = evaluation.comparisons(progress, rollouts, tasks, None)
+        rollouts[-1].turns[0].completion_ids = [len(right)]
+        metrics = compared(progress, rollouts)
         assert metrics.pop("eval/a/p_value") == 1.0 and metrics.pop("eval/b/trivial") == 0.0
-        return metrics
+        assert metrics.pop("eval/a/same_answers", 1.0) == 1.0
+        assert {metrics.pop(f"eval/{env}/seen", 0.0) for env in "ab"} == {0.0}
+        return metrics.get("eval/b/p_value"), metrics.get("eval/b/same_answers")
 
-    assert found("abcdef") == {"eval/b/p_value": 1.0}
-    assert found("abcdef", range(6)) == {"eval/b/p_value": pytest.approx(2 / 2**6)}
-    assert found("xyzdef", range(3)) == {"eval/b/p_value": 1.0}
-    assert found("abxdef", range(3)) == {"eval/b/p_value": 0.5}
-    assert found("uvwxyz", range(3)) == {}  # nothing is left to compare
+    assert found("abcdef") == (1.0, None)
+    assert found("abcdef", range(6)) == (pytest.approx(2 / 2**6), pytest.approx(5 / 6))
+    assert found("xyzdef", range(3)) == (1.0, pytest.approx(2 / 3))
+    assert found("abxdef", range(3)) == (0.5, pytest.approx(4 / 5))
+    assert found("uvwxyz", range(3)) == (None, None)  # nothing is left to compare
 
 
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task(monkeypatch):
@@ -296,10 +272,18 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     assert asked == [(drawn, SamplingParams(9, temperature=0.0))]
     ((kind, update, rollouts),) = logged
     assert (kind, update, len(rollouts)) == ("eval", 3, 4)
-    expected = {"accuracy": 1 / 3, "tasks": 3, "failed": 2, "p_value": 1.0, "trivial": 0.5}
+    expected = {
+        "accuracy": 1 / 3,
+        "tasks": 3,
+        "failed": 2,
+        "p_value": 1.0,
+        "trivial": 0.5,
+        "asked": 4,
+        "played": 4,
+    }
     assert {k: found[f"eval/letter_counting/{k}"] for k in expected} == pytest.approx(expected)
     assert "eval/letter_counting/seen" not in found  # nothing has looked for these prompts yet
-    evaluator.note_trained(rollouts[:1])
+    evaluation.note_trained(evaluator.progress, rollouts[:1])
     assert evaluator.evaluate(4)["eval/letter_counting/seen"] == pytest.approx(1 / 3)
-    evaluator.progress["held_out_openings"] = [1]  # of other tasks, before a resume changed them
+    evaluator.progress["openings_seen"] = {}  # a resume has changed the tasks
     assert "eval/letter_counting/seen" not in evaluator.evaluate(5)

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from core import diagnostics, distributed, memory, probes, tasks
+from core import diagnostics, distributed, evaluation, memory, probes, tasks
 from core.algorithm import Algorithm
 from core.batching import Batch
 from core.canary import Canary
@@ -172,7 +172,7 @@ class Run:
             before = {*map(tuple, self.progress.get("tasks", []))}  # of the update before
             record["groups/repeated"] = len(drawn & before) / max(1, len(drawn))
             self.progress["tasks"] = sorted(drawn)
-            self.evaluator.note_trained(rollouts)
+            evaluation.note_trained(self.progress, rollouts)
             if self.sampler.sync_seconds is not None:
                 record["time/sync_s"] = self.sampler.sync_seconds
             self.run_log.log_rollouts("train", update, rollouts)
