@@ -1,4 +1,4 @@
-"""core/extras/opponents.py: seats by the seed, and older copies; test_train.py resumes a run."""
+"""core/extras/opponents.py: seats by the seed, and older copies; test_killed.py resumes a run."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +11,7 @@ from test_episodes import Scripted
 
 from core.config import Config, resolve
 from core.episodes import RolloutCollector
-from core.extras.opponents import OlderCopy, Opponents, copies_at, load_opponent
+from core.extras.opponents import OlderCopy, Opponents, load_opponent
 from core.faults import UsageError
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
@@ -23,24 +23,21 @@ from environments.template import Nim
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=5)
 
 
-@pytest.fixture(autouse=True)
-def nim(monkeypatch):
-    monkeypatch.setattr(registry, "ENVIRONMENTS", registry.ENVIRONMENTS | {"nim": Nim})
+def older_by(interval, policy, run, update):
+    return Opponents({f"older:{interval}"}, Config(), policy, run, {"update": update})
 
 
-def opponents_of(policy, run, spec="nim", update=-1):
-    return Opponents(Config(env=(EnvSpec.read(spec),)), policy, run, {"update": update})
-
-
-def test_the_seed_decides_the_seat_and_an_opponent_draws_at_temperature_1(policy, tmp_path):
+def test_the_seed_decides_the_seat_and_an_opponent_draws_at_temperature_1(
+    policy, tmp_path, monkeypatch
+):
     class Other(Scripted):
         def complete(self, request):
             asked.append((request.params.temperature, request.seed, request.stream))
             return super().complete(request)
 
-    asked = []
-    made = opponents_of(policy, tmp_path)
+    asked, made = [], Opponents(set(), Config(), policy, tmp_path, {})
     made.samplers["./a"] = Other(policy, "<move>1</move>")
+    monkeypatch.setitem(registry.ENVIRONMENTS, "nim", Nim)
     collector = RolloutCollector(policy, max_turns=30, redirect=made.redirect)
     tasks = [Task("nim:opponent=./a", seed, seed) for seed in (4, 4, 7, 7, 10, 11)]
     rollouts = collector.collect(tasks, Scripted(policy, "<move>1</move>"), PARAMS)
@@ -56,20 +53,22 @@ def test_the_seed_decides_the_seat_and_an_opponent_draws_at_temperature_1(policy
 
 
 def test_the_opponents_of_an_environment_keep_their_meaning():
-    spec = EnvSpec.read("iterated_game:opponent=older:5,rounds=2")
+    spec = EnvSpec.read("tic_tac_toe:opponent=older:5")
     assert spec.opponent == "older:5"
-    assert spec.values == EnvSpec.read("iterated_game:opponent=self,rounds=2").values
+    assert spec.values == EnvSpec.read("tic_tac_toe:opponent=self").values
     assert not EnvSpec.read("iterated_game:opponent=tit_for_tat").opponent
 
 
+@pytest.mark.parametrize("update, copies", [
+    (-1, [0]), (2, [0]), (3, [0, 3]), (8, [0, 3, 6]), (17, [6, 9, 12, 15]),
+])  # fmt: skip
 def test_copies_of_the_last_updates_are_drawn_evenly_and_evaluations_meet_the_first(
-    policy, tmp_path
+    tmp_path, update, copies
 ):
-    assert copies_at(0, 3) == [0] and copies_at(2, 3) == [0] and copies_at(3, 3) == [0, 3]
-    made = opponents_of(policy, tmp_path, "nim:opponent=older:3", update=17)
+    made = older_by(3, None, tmp_path, update)
     drawn = Counter(made.copy_for(seed, "older:3", seed=1) for seed in range(4000))
-    assert sorted(drawn) == [6, 9, 12, 15]
-    assert all(abs(count - 1000) < 110 for count in drawn.values())  # 4 standard deviations
+    assert sorted(drawn) == copies
+    assert all(abs(count - 4000 / len(copies)) < 130 for count in drawn.values())  # 4 sigma
     assert made.copy_for(EVAL_SEEDS[5], "older:3", seed=1) == 0
 
 
@@ -78,7 +77,7 @@ def test_an_older_copy_samples_with_its_weights_and_the_policy_keeps_its_own(
     qwen3_folder, tmp_path, lora_rank
 ):
     policy, prompts = load_small(qwen3_folder, lora_rank=lora_rank), [[65, 66], [67]]
-    made = opponents_of(policy, tmp_path, "nim:opponent=older:1", update=0)
+    made = older_by(2, policy, tmp_path, -1)
     made.save_copy()
     before = TorchSampler(policy).sample(prompts, PARAMS)
     weights = policy.trainable().values()
@@ -86,21 +85,16 @@ def test_an_older_copy_samples_with_its_weights_and_the_policy_keeps_its_own(
         for weight in weights:
             weight.add_(0.1 * torch.randn_like(weight))
     now = [weight.detach().clone() for weight in weights]
+    for made.progress["update"] in range(1, 6):
+        made.save_copy()
+    names = sorted(path.name for path in (tmp_path / "opponents").iterdir())
+    assert names == ["000000", "000002", "000004"]
     copy = OlderCopy(policy, made.folder_of(0))
     assert copy.sample(prompts, PARAMS) == before != TorchSampler(policy).sample(prompts, PARAMS)
     assert all(map(torch.equal, weights, now))
     (made.folder_of(0) / "weights.safetensors").write_bytes(b"")
     with pytest.raises(UsageError, match="cannot be read"):
-        OlderCopy(policy, made.folder_of(0)).sample(prompts, PARAMS)
-
-
-def test_copies_are_kept_as_long_as_a_checkpoint_may_need_them(policy, tmp_path):
-    made = opponents_of(policy, tmp_path, "nim:opponent=older:2")
-    (tmp_path / "checkpoint/000000-000005").mkdir(parents=True)  # after update 4
-    for made.progress["update"] in range(15):
-        made.save_copy()
-    kept = sorted(int(path.stem) for path in (tmp_path / "opponents").iterdir())
-    assert kept == [0, 2, 4, 8, 10, 12, 14]
+        copy.sample(prompts, PARAMS)
 
 
 def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(policy, qwen3_folder):

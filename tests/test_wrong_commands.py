@@ -65,6 +65,8 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("--learning-rate 1e-5", "write --lr"),
     ("--weight-decay 0.1", "is no flag; there is no weight decay"),
     ("--env leter_counting", "letter_counting"),
+    ("--overlap --sampler server --lora-rank 4 --base-url http://127.0.0.1:9 --device cpu "
+     "--env tic_tac_toe:opponent=older:1", "--overlap does not go with opponent=older:1"),
     ("--env tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
     ("--env reverse:opponent=older:1", "needs an environment that names its `agents`"),
     ("--env math_qa:data=shape.jsonl", "row 1"),

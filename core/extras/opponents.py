@@ -9,7 +9,7 @@ sampler at temperature 1, in evaluations too; nothing of it is trained on, count
 
 `older:k` draws a copy for each task from the last `KEEP`, evenly; evaluations play against that of
 update 0, the policy before RL. The copies are <run>/opponents/<update>/: the trained weights, with
-LoRA only the adapters. A resumed run finds those that it needs, and writes the later ones again.
+LoRA only the adapters. A run keeps them all; one that is resumed writes the later ones again.
 """
 
 import random
@@ -18,20 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core import distributed
 from core.config import Config
 from core.context import Agent
 from core.episodes import Episode, RolloutCollector
 from core.faults import UsageError
-from core.files.atomic import published, remove
-from core.files.checkpoint import copy_weights, save_weights
+from core.files.checkpoint import copy_weights, publish_weights
 from core.files.models import load_exported
 from core.policy import Policy, borrowed
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.seeds import OTHER_AGENTS, derive_seed
 from core.types import Completion
 from environments.base import EVAL_SEEDS
-from environments.plumbing.registry import short_path
 
 KEEP = 4  # older copies that are drawn from
 
@@ -54,25 +51,17 @@ class OlderCopy(TorchSampler):
 
 
 class Opponents:
-    """The opponents that --env and --eval-env name."""
+    """The opponents of these names; `progress` is that of the run. Raises UsageError for one that
+    cannot be loaded."""
 
-    def __init__(self, cfg: Config, policy: Policy, run: Path, progress: dict[str, Any]):
-        """Loads their models. `progress` is that of the run: "update" is the last finished one.
-
-        Raises UsageError if there is no such opponent, or if a setting does not go with one.
-        """
+    def __init__(
+        self, names: set[str], cfg: Config, policy: Policy, run: Path, progress: dict[str, Any]
+    ):
         self.policy, self.folder, self.progress = policy, run / "opponents", progress
-        self.checkpoints = run / "checkpoint"
-        self.intervals = dict[str, int]()  # k of each older:k
-        self.samplers = dict[str, TorchSampler]()  # of folders, and of copies
-        for name in {env.opponent for env in (*cfg.env, *cfg.eval_env) if env.opponent}:
-            if cfg.overlap or cfg.sampler == "openai":
-                other = "--overlap" if cfg.overlap else "--sampler openai"
-                raise UsageError(f"{other} does not go with opponent={name}: remove one of them")
-            if match := re.fullmatch("older:([1-9][0-9]{0,8})", name):
-                self.intervals[name] = int(match[1])
-            else:
-                self.samplers[name] = TorchSampler(load_opponent(name, cfg, policy))
+        older = [name for name in names if re.fullmatch("older:[1-9][0-9]{0,8}", name)]
+        self.intervals = {name: int(name.removeprefix("older:")) for name in older}
+        others = names - self.intervals.keys()
+        self.samplers = {name: TorchSampler(load_opponent(name, cfg, policy)) for name in others}
 
     def redirect(
         self, collector: RolloutCollector, episode: Episode, agent: Agent, request: Request
@@ -83,56 +72,36 @@ class Opponents:
             collector.take_seat(episode, name)
         if not opponent or name == episode.seat:
             return request
-        seed, player = request.params.seed, short_path(opponent)
+        seed = request.params.seed
         if opponent in self.intervals:
             update = self.copy_for(episode.task.seed, opponent, seed)
-            player = opponent = f"{opponent}, update {update}"
+            opponent = f"{opponent}, update {update}"
             self.samplers.setdefault(opponent, OlderCopy(self.policy, self.folder_of(update)))
         own = episode.agents[episode.seat].rollout  # the only one that is kept
-        said = {"player": player, "messages": agent.rollout.messages}
-        own.for_log.setdefault("opponents", {})[name] = said
+        shown = {"player": opponent, "messages": agent.rollout.messages}
+        own.for_log.setdefault("opponents", {})[name] = shown
+        params, sampler = SamplingParams(request.params.max_tokens), self.samplers[opponent]
+        seed = derive_seed(seed, OTHER_AGENTS)
         stream = derive_seed(agent.stream, len(agent.rollout.turns))
-        params, seed = SamplingParams(request.params.max_tokens), derive_seed(seed, OTHER_AGENTS)
-        sampler = self.samplers[opponent]
-        return replace(request, params=params, seed=seed, stream=stream, sampler=sampler)
+        return replace(request, params=params, sampler=sampler, seed=seed, stream=stream)
 
     def copy_for(self, task_seed: int, opponent: str, seed: int) -> int:
         """The update whose copy plays against the policy in a task."""
         if task_seed in EVAL_SEEDS:
             return 0
+        interval = self.intervals[opponent]
+        newest = max(0, self.progress["update"]) // interval
         drawn = random.Random(derive_seed(seed, OTHER_AGENTS, task_seed))
-        return drawn.choice(copies_at(self.progress["update"], self.intervals[opponent]))
+        return interval * drawn.choice(range(max(0, newest - KEEP + 1), newest + 1))
 
     def folder_of(self, update: int) -> Path:
         return self.folder / f"{update:06d}"
 
     def save_copy(self) -> None:
-        """Writes the copy that is due before the next update, and removes those not needed."""
-        update, intervals = max(0, self.progress["update"]), self.intervals.values()
-        if all(update % k for k in intervals):
-            return
-        if distributed.rank() == 0:
-            with published(self.folder_of(update)) as part:
-                part.mkdir(parents=True)
-                save_weights(part, self.policy.trainable())
-            # a resumed run starts at a checkpoint, whose name ends with its next update
-            saved = [int(path.name[7:]) - 1 for path in self.checkpoints.glob("[0-9]*-[0-9]*")]
-            starts = (update, *saved)
-            needed = {0, *(n for start in starts for k in intervals for n in copies_at(start, k))}
-            for folder in self.folder.glob("[0-9]*"):
-                if int(folder.name) not in needed:
-                    remove(folder)
-        distributed.all_gather([0])  # the others read the file after it is complete
-
-
-def copies_at(update: int, interval: int) -> list[int]:
-    """The updates whose copies play while update `update` is the last finished one.
-
-    >>> copies_at(7, 2), copies_at(59, 10), copies_at(-1, 10)
-    ([0, 2, 4, 6], [20, 30, 40, 50], [0])
-    """
-    newest = max(0, update) // interval * interval
-    return [n for n in range(newest - (KEEP - 1) * interval, newest + 1, interval) if n >= 0]
+        """Writes the copy that is due before the next update."""
+        update = max(0, self.progress["update"])
+        if any(update % interval == 0 for interval in self.intervals.values()):
+            publish_weights(self.folder_of(update), self.policy.trainable())
 
 
 def load_opponent(folder: str, cfg: Config, policy: Policy) -> Policy:

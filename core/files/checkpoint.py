@@ -153,6 +153,15 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHT
     save_file(tensors, folder / file, {"format": "pt"})  # without it transformers reads no file
 
 
+def publish_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Rank 0 writes tensors to a folder; when this returns, every rank can read it."""
+    if distributed.rank() == 0:
+        with published(folder) as part:
+            part.mkdir(parents=True)
+            save_weights(part, weights)
+    distributed.all_gather([0])
+
+
 @torch.no_grad()
 def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True) -> None:
     """Copy what `save_weights` wrote to `folder` into `weights`.

@@ -21,11 +21,14 @@ from environments.plumbing.registry import EnvSpec, make
 
 def open_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str, Any]) -> Any:
     """The `Opponents` that --env and --eval-env name, or None."""
-    if not any(env.opponent for env in (*cfg.env, *cfg.eval_env)):
+    names = {env.opponent for env in (*cfg.env, *cfg.eval_env)} - {""}
+    if not names:
         return None
+    if cfg.overlap:  # a thread would give the policy the weights of older copies while it trains
+        raise UsageError(f"--overlap does not go with opponent={names.pop()}: remove one of them")
     from core.extras.opponents import Opponents
 
-    return Opponents(cfg, policy, folder, progress)
+    return Opponents(names, cfg, policy, folder, progress)
 
 
 def open_sampler(

@@ -12,11 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core import distributed
 from core.config import Config
 from core.faults import UsageError
-from core.files.atomic import published
-from core.files.checkpoint import copy_weights, save_weights
+from core.files.checkpoint import copy_weights, publish_weights
 from core.files.models import folder_of_model, untrained
 from core.loading import load_policy
 from core.policy import Policy
@@ -35,10 +33,8 @@ def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Poli
     folder, weights = run_folder / FOLDER, dict(frozen.named_parameters())  # tied ones once
     if next_update > 1:
         copy_weights(folder, weights)
-    elif distributed.rank() == 0:
-        with published(folder) as part:
-            part.mkdir()
-            save_weights(part, weights)
+    else:
+        publish_weights(folder, weights)
     return replace(policy, model=frozen, value_head=None)
 
 
