@@ -56,7 +56,7 @@ SETTINGS = [  # invalid settings, and what the message names
 
 COMMANDS = [  # a command line of train.py, or of core.chat, and what its message names
     ("chat none", "there is no such run; runs/ has there"),
-    ("chat there", "no model in this folder"),
+    ("chat there", "no checkpoint yet"),
     ("chat tiny --before", "--before needs a run"),
     ("chat --before", "name a run"),
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
@@ -65,8 +65,11 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("--learning-rate 1e-5", "write --lr"),
     ("--weight-decay 0.1", "is no flag; there is no weight decay"),
     ("--env leter_counting", "letter_counting"),
-    ("--overlap --sampler server --lora-rank 4 --base-url http://127.0.0.1:9 --device cpu "
-     "--env tic_tac_toe:opponent=older:1", "--overlap does not go with opponent=older:1"),
+    (
+        "--overlap --sampler server --lora-rank 4 --base-url http://127.0.0.1:9 --device cpu "
+        "--env tic_tac_toe:opponent=older:1",
+        "--overlap does not go with opponent=older:1",
+    ),
     ("--env tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
     ("--env reverse:opponent=older:1", "needs an environment that names its `agents`"),
     ("--env math_qa:data=shape.jsonl", "row 1"),

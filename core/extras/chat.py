@@ -18,16 +18,11 @@ if __name__ == "__main__":
 
 # isort: split
 import copy
-import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-
-from rich.console import Console
-from rich.text import Text
 
 from core import config, settings, tasks
 from core.chat_template import clean_message
@@ -47,23 +42,13 @@ from core.sampler import SamplingParams, TorchSampler, params_of, to_completion
 from core.seeds import derive_seed
 from core.settings import find_run, known_runs
 from core.tasks import Task
-from core.types import Completion, Message, Rollout
+from core.types import Message, Rollout
 from environments.base import EVAL_SEEDS, RunInfo
 from environments.plumbing.registry import begin_run
 from environments.plumbing.text import one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · Ctrl-D: end"
 OF_TINY = "tiny knows only its tasks' wording, one task per conversation: try /task"
-NOTES = Console(stderr=True, highlight=False)
-
-
-@dataclass(frozen=True)
-class Chat:
-    """What to talk to, and with which settings."""
-
-    run: Path | None  # None: the model of `cfg`
-    before: bool  # whether the model before training answers, too
-    cfg: Config
 
 
 class Speaker:
@@ -86,17 +71,17 @@ def execute(args: list[str]) -> int:
     return cli.execute(main, args, parse, "core.chat")
 
 
-def parse(args: list[str]) -> Chat:
-    """The settings are those of the run, or of a default run, with the flags of train.py that
-    follow. Without --temperature answers are greedy.
+def parse(args: list[str]) -> tuple[Path | None, bool, Config]:
+    """The folder of the run, None for another model, whether --before is given, and the settings.
 
-    tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
+    These are those of the run, or of a default run, with the flags of train.py that follow. Without
+    --temperature answers are greedy. Raises UsageError.
     """
     if not args or args[0].startswith("-"):
         raise UsageError("name a run, such as runs/mine, or a model, such as tiny, and then "
                          f"--before or flags of train.py; {known_runs()}")  # fmt: skip
     name, words = args[0], [word for word in args[1:] if word != "--before"]
-    own, folder = name in (*config.TINY, config.SMOLLM2), Path(name).expanduser()
+    own, folder = name in ("tiny", config.SMOLLM2), Path(name).expanduser()
     run = None if own else find_run(name)
     of_hub = "/" in name and config.RUNS not in folder.parents
     if not (run or own or folder.exists() or of_hub):
@@ -107,31 +92,30 @@ def parse(args: list[str]) -> Chat:
     cfg = config.resolve(settings.parse([source, *words]))
     if not any(word.startswith("--temperature") for word in words):
         cfg = replace(cfg, temperature=0.0, top_p=1.0, top_k=0)
-    return Chat(run, "--before" in args, cfg)
+    return run, "--before" in args, cfg
 
 
-def main(chat: Chat) -> int:
+def main(given: tuple[Path | None, bool, Config]) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
-    cfg = chat.cfg
+    _, _, cfg = given
     begin_run(RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)]))
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
-        speakers, interactive = load_speakers(chat), sys.stdin.isatty()
+        speakers, interactive = load_speakers(*given), sys.stdin.isatty()
     if interactive:
         _note(f"{COMMANDS}\n{OF_TINY}" if cfg.model_id == "tiny" else COMMANDS)
-    task_numbers = itertools.count()
+    num_played = 0
     for number, line in enumerate(read_lines() if interactive else sys.stdin):
         text, params = line.strip(), params_of(cfg, derive_seed(cfg.seed, number))
-        task = held_out_task(cfg, next(task_numbers)) if text == "/task" else None
+        num_played += text == "/task"
         try:
             for speaker in speakers if text else []:
-                if task:
-                    play(speaker, task, params)
+                if text == "/task":
+                    play(speaker, held_out_task(cfg, num_played - 1), params)
                 elif text == "/reset":
                     speaker.reset()
                 else:
-                    if interactive or len(speakers) > 1:
-                        print(f"{speaker.label}: ", end="")
-                    show_answer(speaker, text, params)
+                    label = f"{speaker.label}: " if interactive or len(speakers) > 1 else ""
+                    answer(speaker, text, params, label)
         except (UsageError, Fault, KeyboardInterrupt) as error:
             if not interactive:
                 raise
@@ -149,21 +133,24 @@ def read_lines() -> Iterator[str]:
     print()
 
 
-def load_speakers(chat: Chat) -> list[Speaker]:
-    """The trained policy, or the model; with --before, the model before training comes first."""
-    run, cfg = chat.run, chat.cfg
-    policy, source = load_trained(cfg, run) if run else (_load(cfg, cfg.model_id), cfg.model_id)
-    policies = {"trained" if run else "model": policy}
+def load_speakers(run: Path | None, before: bool, cfg: Config) -> list[Speaker]:
+    """The trained policy, or the model; with `before`, the model before training comes first."""
+    if not run:
+        policy = load_policy(cfg, folder_of_model(cfg.model_id), flag="model")
+        _note(f"{cfg.model_id} · {policy.size()}")
+        return [Speaker("model", policy, cfg)]
+    policy, source = load_trained(cfg, run)
     _note(f"{source} · {policy.size()}")
-    if run and chat.before:
+    speakers = [Speaker("trained", policy, cfg)]
+    if before:
         if cfg.sft_steps:
             _note(f"before: {cfg.model_id}, without the {cfg.sft_steps} warm-start steps")
-        if policy.lora_rank and not has_adapters(cfg.model_id):  # the same weights without them
-            before = replace(policy, disables_adapters=True)
-        else:
-            before = _load(untrained(cfg), base_model(run, cfg.model_id))
-        policies = {"before": before, **policies}
-    return [Speaker(label, policy, cfg) for label, policy in policies.items()]
+        first = replace(policy, disables_adapters=True)  # the same weights without them
+        if not policy.lora_rank or has_adapters(cfg.model_id):
+            base = folder_of_model(base_model(run, cfg.model_id))
+            first = load_policy(untrained(cfg), base, flag="model")
+        speakers.insert(0, Speaker("before", first, cfg))
+    return speakers
 
 
 def load_trained(cfg: Config, folder: Path) -> tuple[Policy, Path]:
@@ -173,29 +160,35 @@ def load_trained(cfg: Config, folder: Path) -> tuple[Policy, Path]:
     again; until then the newest checkpoint answers.
     """
     exported, updates = folder / "model", num_updates(read_records(folder / METRICS))
-    is_finished = exported.is_dir() and updates >= cfg.num_updates
-    checkpoint = None if is_finished else find_checkpoint(folder).folder
-    if checkpoint is None and not exported.is_dir():
-        raise UsageError(f"{folder}: no checkpoint yet; --save-every sets when a run saves one")
-    if checkpoint is None:
+    if exported.is_dir() and updates >= cfg.num_updates:
         return load_exported(cfg, folder, "model"), exported
+    if not (checkpoint := find_checkpoint(folder).folder):
+        raise UsageError(f"{folder}: no checkpoint yet; --save-every sets when a run saves one")
     has_value_head = "value_head" in config.needs(cfg)  # saved in the checkpoint, not used here
-    policy = _load(cfg, base_model(folder, cfg.model_id), has_value_head)
+    base = folder_of_model(base_model(folder, cfg.model_id))
+    policy = load_policy(cfg, base, value_head=has_value_head, flag="model")
     copy_weights(checkpoint, policy.trainable(), same_dtype=False)
     return policy, checkpoint
 
 
-def answer(
-    speaker: Speaker, question: str, params: SamplingParams, on_text: Callable[[str], None]
-) -> Completion:
-    """Samples the answer and adds question and answer to the conversation.
+def answer(speaker: Speaker, question: str, params: SamplingParams, label: str = "") -> None:
+    """Prints the answer while it is sampled, after `label`, and adds both to the conversation.
 
-    Calls `on_text` with the text so far before each token. Raises UsageError if the conversation
-    does not fit into the context; then, and after Ctrl-C, it is unchanged.
+    Raises UsageError if the conversation does not fit into the context; then, and after Ctrl-C, it
+    is unchanged.
     """
     policy, before = speaker.policy, speaker.agent
     agent = replace(before, rollout=copy.deepcopy(before.rollout), chat=[*before.chat])
     message: Message = {"role": "user", "content": question}
+    sampler, shown = TorchSampler(policy), 0  # characters
+
+    def show() -> None:
+        nonlocal shown
+        for partial in sampler.batch:  # its last character may not be complete yet
+            text = to_completion(policy, partial.token_ids, []).text.rstrip("\ufffd")
+            print(printable(text)[shown:], end="", flush=True)
+            shown = len(printable(text))
+
     if agent.chat:
         agent.chat.append(clean_message(message))
     else:
@@ -204,34 +197,15 @@ def answer(
     if agent.context_full:
         raise UsageError(f"the conversation does not fit into {policy.max_length} tokens: "
                          "/reset forgets it")  # fmt: skip
-    sampler = TorchSampler(policy)
-
-    def show() -> None:
-        for partial in sampler.batch:
-            on_text(to_completion(policy, partial.token_ids, []).text)
-
-    with policy.adapters():
-        [completion] = sampler.sample([agent.prompt_ids], params, show)
-    agent.add(completion)
-    speaker.agent = agent
-    return completion
-
-
-def show_answer(speaker: Speaker, question: str, params: SamplingParams) -> None:
-    """Prints the answer while it is sampled."""
-    shown = 0  # characters
-
-    def on_text(text: str) -> None:
-        nonlocal shown
-        text = printable(text.rstrip("\ufffd"))  # the last character may not be complete yet
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
-
+    print(label, end="")
     try:
-        completion = answer(speaker, question, params, on_text)
+        with policy.adapters():
+            [completion] = sampler.sample([agent.prompt_ids], params, show)
         print(printable(completion.text)[shown:], end="")
     finally:
         print()
+    agent.add(completion)
+    speaker.agent = agent
     if completion.finish_reason == "length":
         _note(f"cut off after --max-tokens {params.max_tokens}")
 
@@ -247,8 +221,7 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
     with speaker.policy.adapters():
         rollouts = speaker.collector.collect([task], TorchSampler(speaker.policy), params)
     for rollout in rollouts:
-        agent = f", agent {rollout.agent}" if len(rollouts) > 1 else ""
-        _note(f"held-out task of {task.env.short}, seed {task.seed}{agent}")
+        _note(f"held-out task of {task.env.short}, seed {task.seed}, {rollout.agent}")
         for message in rollout.messages:
             role = speaker.label if message["role"] == "assistant" else message["role"]
             print(printable(f"{role}: {message['content']}"))
@@ -260,14 +233,8 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         print(printable(" · ".join(facts)))
 
 
-def _load(cfg: Config, model_id: str, value_head: bool = False) -> Policy:
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        own = folder_of_model(model_id, Path(folder, "tiny"), cfg.seed)
-        return load_policy(cfg, own, value_head=value_head, flag="model")
-
-
 def _note(text: str) -> None:
-    NOTES.print(Text(printable(text), "dim"), soft_wrap=True)
+    print(printable(text), file=sys.stderr)
 
 
 if __name__ == "__main__":
