@@ -1,10 +1,12 @@
-"""Settings from the words of a command line, and from the file of --config or --resume.
+"""Settings from the words of a command line, from the file of --config or --resume, and of Python.
 
-A config.yaml is flags that are written down. `parse` makes words of it, puts those of the command
-line behind them, and tyro reads all of them: of a flag that is there twice, the last one counts.
-tyro prints --help, and a box about words that are no settings; then it exits with code 2.
+All of them are flags: a config.yaml is flags that are written down, and a `Config` of Python says
+with its fields what flags would. `parse` puts those of the command line behind those of the file,
+and tyro reads all of them: of a flag that is there twice, the last one counts. tyro prints --help,
+and a box about words that are no settings; then it exits with code 2.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -32,8 +34,9 @@ REMOVED = """adapter_folder env_instances eval_samples fp32_head gradient_checkp
     shard_optimizer stop_on template_date thinking vllm_eager""".split()
 
 
-class Parsed(Config):
-    """A Config that has the settings of the file of `config` or `resume` already."""
+FIRST = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # what decides on the others
+for word in ("--algo", "--config", "--resume"):
+    FIRST.add_argument(word, default="")
 
 
 def parse(args: list[str]) -> Config:
@@ -47,40 +50,35 @@ def parse(args: list[str]) -> Config:
         if advice and name.startswith("--"):
             write = "write " if advice.startswith("--") else ""
             raise UsageError(f"{name} is no flag; {write}{advice}")
-    words = [word for word in args if word not in ("-h", "--help")]
-    flags, algo = _parse_flags(words, Config(algo="")), Config.algo
-    if file := config_file(flags):
-        alpha, rank = (read_settings(file).get(name, 0) for name in ("lora_alpha", "lora_rank"))
-        if flags.resume and alpha not in (0, 2 * rank):
-            raise UsageError(f"{file}: lora_alpha is {alpha:g}, and picoRL takes twice "
-                             "the rank now: start another run")  # fmt: skip
-        chosen, saved = read_file(file)
-        algo = saved.algo
-        if flags.algo and name_of(flags.algo) != name_of(algo):
-            chosen.pop(name_of(algo), None)
-        args = [*as_words(chosen), *args]
-    cfg = _parse_flags(args, _with_options(flags.algo or algo))
-    return Parsed(**vars(cfg) | {"resume": str(file.parent) if file and flags.resume else ""})
+    given, _ = FIRST.parse_known_args([word for word in args if word not in ("-h", "--help")])
+    if not (file := config_file(given.config, given.resume)):
+        return _parse_flags(args, given.algo or Config.algo)
+    alpha, rank = (read_settings(file).get(name, 0) for name in ("lora_alpha", "lora_rank"))
+    if given.resume and alpha not in (0, 2 * rank):
+        raise UsageError(f"{file}: lora_alpha is {alpha:g}, and picoRL takes twice "
+                         "the rank now: start another run")  # fmt: skip
+    chosen, saved = read_file(file)
+    if given.algo and name_of(given.algo) != name_of(saved.algo):
+        chosen.pop(name_of(saved.algo), None)
+    cfg = _parse_flags([*as_words(chosen), *args], given.algo or saved.algo)
+    if not given.resume:
+        return cfg
+    if cfg.run_name not in ("", file.parent.name):
+        raise UsageError(f"--run-name {cfg.run_name}: a resumed run keeps its folder; remove it")
+    return replace(cfg, resume=str(file.parent))
 
 
 def complete(cfg: Config) -> Config:
-    """The settings that Python gives, over those of the file of `config` or `resume`, which they
-    override where they differ from the defaults.
-
-    What `parse` returns stays as it is. Raises UsageError.
-    """
-    if isinstance(cfg, Parsed):
-        return cfg
-    given = {k: v for k, v in vars(cfg).items() if v != getattr(Config, k)}
-    for name in given.keys() & {*SEVERAL}:
-        value = given[name]
-        given[name] = (value,) if isinstance(value, str) else tuple(value)
-    base = parse([f"{flag(k)}={given[k]}" for k in ("algo", "config", "resume") if k in given])
-    if (cfg.config or cfg.resume) and "options" in given:
-        usual = vars(type(cfg.options)())
-        chosen = {k: v for k, v in vars(cfg.options).items() if v != usual[k]}
-        given["options"] = replace(base.options, **chosen)  # type: ignore[type-var]
-    return Parsed(**vars(base) | given | {"resume": base.resume})
+    """The settings that flags would give that say how `cfg` differs from the defaults: over those
+    of the file of `config` or `resume`. Raises UsageError."""
+    usual = vars(Config())
+    given = {k: _plain(v) for k, v in vars(cfg).items() if v != usual[k] and k != "options"}
+    found, options = parse([*as_words(given)]), cfg.options
+    if options is not None and (cfg.config or cfg.resume):
+        defaults = vars(type(options)())
+        chosen = {k: v for k, v in vars(options).items() if v != defaults[k]}
+        options = replace(found.options, **chosen)  # type: ignore[type-var]
+    return replace(found, options=options or found.options)
 
 
 def config_to_dict(cfg: Config) -> dict[str, Any]:
@@ -128,7 +126,7 @@ def read_file(file: Path) -> tuple[dict[str, Any], Config]:
     if is_file(algo) and not Path(absolute_algorithm(algo)).exists() and copy.exists():
         settings["algo"] = algo = str(copy)
     try:
-        cfg = _parse_flags([*as_words(settings)], _with_options(algo))
+        cfg = _parse_flags([*as_words(settings)], algo)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     except SystemExit:  # tyro has said why
@@ -156,26 +154,18 @@ def read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
-    """The settings of a resolved `cfg` that differ from those in the run's folder: by name
-    (grpo.clip_low), what they were and what they are."""
-    saved = config.resolve(read_file(run / "config.yaml")[1])
-    old, new = (by_flag(config_to_dict(settings)) for settings in (saved, cfg))
-    return {k: (old[k], new[k]) for k in old if k in new and old[k] != new[k]}
-
-
 def by_flag(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the options of the algorithm beside them, and without the folders of files,
-    which may have moved."""
-    found: dict[str, Any] = {}
+    """Settings with the options of the algorithm beside them (grpo.clip_low), and without the
+    folders of files, which may have moved."""
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            found |= {f"{name}.{key}": option for key, option in value.items()}
+            flat |= {f"{name}.{key}": option for key, option in value.items()}
         elif name in ("env", "eval_env"):
-            found[name] = [EnvSpec.read(env).short for env in value]
+            flat[name] = [EnvSpec.read(env).short for env in value]
         else:
-            found[name] = name_of(value) if name == "algo" else value
-    return found
+            flat[name] = name_of(value) if name == "algo" else value
+    return flat
 
 
 def find_run(given: str) -> Path | None:
@@ -190,26 +180,19 @@ def known_runs() -> str:
     return f"{config.RUNS}/ has {', '.join(names)}" if names else f"{config.RUNS}/ has no runs"
 
 
-def config_file(cfg: Config) -> Path | None:
+def config_file(config: str, resume: str) -> Path | None:
     """The config.yaml that --config or --resume names, of a run with or without runs/, or any file
     of --config; None without the two. Raises UsageError if there is none."""
-    if cfg.config and cfg.resume:
+    if config and resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
-    if cfg.resume and cfg.run_name not in ("", Path(cfg.resume).name):
-        raise UsageError(f"--run-name {cfg.run_name}: a resumed run keeps its folder; remove it")
-    if not (given := cfg.config or cfg.resume):
+    if not (given := config or resume):
         return None
-    if cfg.config and (file := Path(given).expanduser()).is_file():
+    if config and (file := Path(config).expanduser()).is_file():
         return file
     if run := find_run(given):
         return run / "config.yaml"
-    what = f"--config {given}: no file and no" if cfg.config else f"--resume {given}: no"
+    what = f"--config {config}: no file and no" if config else f"--resume {resume}: no"
     raise UsageError(f"{what} run has this name; {known_runs()}")
-
-
-def _with_options(algo: str) -> Config:
-    """The defaults for a run with this algorithm, which is imported."""
-    return Config(algo=algo, options=options_of(absolute_algorithm(algo))())
 
 
 @cache  # as a command reads its file twice
@@ -224,31 +207,23 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str | dict) else str(value)
 
 
-def _parse_flags(args: list[str], default: Config) -> Config:
+def _parse_flags(args: list[str], algo: str) -> Config:
     """tyro shows a box per nested dataclass, so nest the groups for it, and flatten its result.
 
-    Without `default.options` the options of the algorithm, and what is no flag, are left out.
+    Imports the algorithm, whose options have flags that begin with its name.
     """
-    whole = default.options is not None
+    options = options_of(absolute_algorithm(algo))()
     fields: list[tuple[str, Any]] = []
-    nested: dict[str, Any] = {}
     for group in GROUPS:  # MainOptions: a box with the title "main options"
         title = group.__name__.removesuffix("Options").lower()
         kind: Any = Annotated[tyro.conf.OmitArgPrefixes[group], tyro.conf.arg(name=title)]  # type: ignore
         fields.append((group.__name__, kind))
-        values = {f.name: getattr(default, f.name) for f in dataclasses.fields(group)}
-        nested[group.__name__] = group(**values)
-    if whole:  # their flags begin with the algorithm's name
-        kind = Annotated[type(default.options), tyro.conf.arg(name=name_of(default.algo))]
-        fields.append(("options", kind))
-        nested["options"] = default.options
-    command: Any = dataclasses.make_dataclass("Command", fields)
+    kind = Annotated[type(options), tyro.conf.arg(name=name_of(algo))]
+    command: Any = dataclasses.make_dataclass("Command", [*fields, ("options", kind)])
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
-    cli: Any = tyro.cli  # its overloads know no flag for the rest of the words
-    found = cli(
-        command, prog="train.py", description=Config.__doc__, args=args,
-        default=command(**nested), add_help=whole, return_unknown_args=not whole,
-    )  # fmt: skip
-    parsed = found if whole else found[0]
-    flat = {k: v for group in GROUPS for k, v in vars(getattr(parsed, group.__name__)).items()}
-    return Config(**flat, options=parsed.options if whole else Config.options)
+    default = command(*(group() for group in GROUPS), options)
+    found = tyro.cli(
+        command, prog="train.py", description=Config.__doc__, args=args, default=default
+    )
+    flat = {k: v for group in GROUPS for k, v in vars(getattr(found, group.__name__)).items()}
+    return Config(**flat, options=found.options)

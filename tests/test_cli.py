@@ -17,24 +17,6 @@ from core.faults import UsageError
 from core.settings import config_to_dict, read_file
 from core.terminal import cli
 
-
-def written(folder, text):
-    file = folder / "config.yaml"
-    file.write_text(text)
-    return file
-
-
-def test_flags_override_a_file_which_may_use_what_yaml_has(tmp_path):
-    text = "num_updates: 7\ngrpo: {clip_high: 4e-1}\nlr: 1e-5\nsft_lr:\nsystem_prompt:\n"
-    text += "run_name: --lr\ntrack: none\noverlap: yes\nenv: reverse\nstop: ['---', 'b']\n"
-    file = written(tmp_path, text)
-    cfg = settings.parse(["--config", str(file), "--num-updates", "9"])
-    assert (cfg.num_updates, cfg.options.clip_high, cfg.lr, cfg.sft_lr) == (9, 0.4, 1e-5, None)
-    assert (cfg.system_prompt, cfg.run_name, cfg.track, cfg.overlap) == ("", "--lr", "none", True)
-    assert (cfg.env, cfg.stop) == (("reverse",), ("---", "b"))
-    assert settings.parse([f"--config={file}"]).num_updates == 7
-
-
 TRAINED = {"algo": "grpo", "env": ["letter_counting"], "lr": 5e-05, "seed": 0, "eval_every": 10,
            "model_id": "old/model", "device": "auto", "sampler": "auto", "lora_rank": 0,
            "optimizer": "adamw", "grpo": {"clip_low": 0.2}}  # fmt: skip
@@ -42,17 +24,27 @@ TRAINED = {"algo": "grpo", "env": ["letter_counting"], "lr": 5e-05, "seed": 0, "
 
 @pytest.fixture
 def resume(tmp_path, monkeypatch):
-    """Parses the flags of a resume of runs/a, which was trained with TRAINED, from a config.yaml
-    with these changes."""
+    """Parses flags that name runs/a, or `a`, which was trained with TRAINED and these changes."""
     monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
 
     def parse(flags, **changes):
-        Path("runs/a").mkdir(parents=True, exist_ok=True)
         text = "".join(f"{name}: {value}\n" for name, value in (TRAINED | changes).items())
         Path("runs/a/config.yaml").write_text(text)
         return settings.parse(flags.split())
 
     return parse
+
+
+def test_flags_override_a_file_which_may_use_what_yaml_has(tmp_path):
+    text = "num_updates: 7\ngrpo: {clip_high: 4e-1}\nlr: 1e-5\nsft_lr:\nsystem_prompt:\n"
+    text += "run_name: --lr\ntrack: none\noverlap: yes\nenv: reverse\nstop: ['---', 'b']\n"
+    (file := tmp_path / "config.yaml").write_text(text)
+    cfg = settings.parse(["--config", str(file), "--num-updates", "9"])
+    assert (cfg.num_updates, cfg.options.clip_high, cfg.lr, cfg.sft_lr) == (9, 0.4, 1e-5, None)
+    assert (cfg.system_prompt, cfg.run_name, cfg.track, cfg.overlap) == ("", "--lr", "none", True)
+    assert (cfg.env, cfg.stop) == (("reverse",), ("---", "b"))
+    assert settings.parse([f"--config={file}"]).num_updates == 7
 
 
 def test_a_resumed_run_may_change_settings_and_keeps_the_others(resume):
@@ -122,28 +114,22 @@ def some(cls, turn, never=()):
     return cls(**{name: (values := values_of(kinds[name]))[turn % len(values)] for name in names})
 
 
-def test_a_config_file_and_a_command_line_give_all_settings_back(tmp_path):
+def test_a_config_file_a_command_line_and_python_give_all_settings_back(tmp_path):
     own = {"algo", "options", "run_name", *config.COMMAND_LINE_ONLY}
     for turn in range(7):
         options = some(options_of("ppo"), turn)
         cfg = dataclasses.replace(some(Config, turn, own), algo="ppo", options=options)
-        file = written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))
-        assert read_file(file)[1] == cfg
-        assert vars(settings.complete(cfg)) == vars(cfg)
+        (file := tmp_path / "config.yaml").write_text(yaml.safe_dump(config_to_dict(cfg)))
+        assert read_file(file)[1] == cfg == settings.complete(cfg)
 
 
 def test_every_number_has_a_range_whose_ends_are_valid():
-    numbers = {name for name, value in vars(resolve(Config())).items()
-               if type(value) in (int, float)}  # fmt: skip
-    ranges = config.ranges_of(Config)
-    assert numbers <= ranges.keys()
-    for algo in algorithm_names():
-        options = options_of(algo)
-        of_algorithm = config.ranges_of(options)
-        assert {k for k, v in vars(options()).items() if type(v) in (int, float)} <= {*of_algorithm}
+    for filled in (resolve(Config()), *(options_of(algo)() for algo in algorithm_names())):
+        numbers = {name for name, value in vars(filled).items() if type(value) in (int, float)}
+        assert numbers <= config.ranges_of(type(filled)).keys()
     for name, x, is_right in (("top_p", 1, 1), ("top_p", 1 + 1e-15, 0), ("tis_cap", 0, 1),
                               ("lr", 0, 0), ("lr", math.nan, 0), ("lr", "1", 0)):  # fmt: skip
-        assert ranges[name].has(x) == is_right
+        assert config.ranges_of(Config)[name].has(x) == is_right
 
 
 def test_help_begins_with_the_settings_that_matter(capsys):
@@ -153,20 +139,18 @@ def test_help_begins_with_the_settings_that_matter(capsys):
     assert (end.value.code, err) == (0, "")
     boxes = re.split(r"^\W*[a-z ]+ options\W*$", shown, flags=re.MULTILINE)
     assert len(re.findall(r"^\W*--", boxes[1], flags=re.MULTILINE)) == 10
-    for name in {*vars(Config())} - {"options"}:
-        assert config.flag(name) in shown
+    assert all(config.flag(name) in shown for name in {*vars(Config())} - {"options"})
 
 
 def test_settings_of_python_are_those_that_flags_would_give(resume):
-    """`complete`, which train.main begins with: over a file, as texts, lists, and with options."""
+    """`complete`, with which train.run begins: over a file, as texts, lists, and with options."""
     saved = {"loss_type": "dapo", "clip_low": "0.2", "clip_high": "0.5"}
-    usual = resume("--config a --num-updates 25", grpo=saved, num_updates=7)
-    assert settings.complete(usual).num_updates == 25  # a flag may give the default
+    resume("--config a", grpo=saved, num_updates=7)
     cfg = settings.complete(Config(resume="a", lr=0.1, options=grpo.Options("dr_grpo")))
     assert cfg == settings.parse("--resume a --lr 0.1 --grpo.loss-type dr_grpo".split())
     assert (cfg.num_updates, cfg.lr, cfg.options.clip_high) == (7, 0.1, 0.5)
-    cfg = settings.complete(Config(env=["tic_tac_toe", "reverse"], lr=1, eval_env="reverse"))
-    assert (cfg.env, cfg.lr, cfg.eval_env) == (("tic_tac_toe", "reverse"), 1, ("reverse",))
+    cfg = settings.complete(Config(env=["compose", "reverse"], lr=1, eval_env="compose"))
+    assert (cfg.env, cfg.lr, cfg.eval_env) == (("compose", "reverse"), 1, ("compose",))
 
 
 def test_settings_that_no_longer_exist_are_left_out_with_a_line(resume, capsys):

@@ -51,7 +51,6 @@ SETTINGS = [  # invalid settings, and what the message names
     (SERVER | {"overlap": True, "staleness": 2}, "remove --staleness 2"),
     (SERVER | {"overlap": True, "curriculum": 0.7}, "--overlap does not go with --curriculum"),
     ({"overlap": True, "sampler": "torch"}, "--overlap works only with --sampler server"),
-    ({"config": "there", "resume": "there"}, "give --config or --resume, not both"),
 ]
 
 COMMANDS = [  # a command line of train.py, or of core.chat, and what its message names
@@ -81,6 +80,7 @@ COMMANDS = [  # a command line of train.py, or of core.chat, and what its messag
     ("--template-options enable_thinking=false", "--template-options enable_thinking"),
     ("--config none.yaml", "none.yaml"),
     ("--resume runs/there/model", "no run has this name; runs/ has there"),
+    ("--resume there --config there", "give --config or --resume, not both"),
     ("--resume there --run-name b", "--run-name b: a resumed run keeps its folder"),
     ("--config tabs.yaml", "line 2"),
     ("--config words.yaml", "words.yaml: must contain lines"),
@@ -100,21 +100,6 @@ BOXES = [  # a command line of which tyro says in a box what is wrong, and what 
     ("--config name.yaml", "--learning-rate=1"),  # and a line names the file
 ]  # fmt: skip
 
-MODELS = {  # what is wrong with a model, and what the message names
-    "cut_short": "SafetensorError",
-    "huge_weights": "its logits are not finite",
-}
-
-
-def damage(model, what):
-    """Makes a good model one of `MODELS`."""
-    file = model / "model.safetensors"
-    weights, up = load_file(file), "model.layers.0.mlp.up_proj.weight"
-    if what == "cut_short":
-        file.write_bytes(file.read_bytes()[:9000])
-    else:
-        save_file(weights | {up: weights[up] * 1e38}, file, metadata={"format": "pt"})
-
 
 @pytest.fixture
 def place(tmp_path):
@@ -126,14 +111,25 @@ def place(tmp_path):
     return tmp_path
 
 
-def check_rejected(command, place, args, named, box=False):
-    before = {p: p.read_bytes() if p.is_file() else None for p in place.rglob("*")}
-    code, out, err = command(*args)
-    assert (code, out) == (2, "") and named in err
-    if not box:
-        assert err.startswith(("train.py: ", "core.chat: "))
-        assert err.endswith("\n") and err[:-1].isprintable() and len(err) < 900  # no line breaks
-    assert {p: p.read_bytes() if p.is_file() else None for p in place.rglob("*")} == before
+@pytest.fixture
+def rejected(command, capsys, place):
+    """Checks that a command line is rejected."""
+
+    def files():
+        return {path: path.read_bytes() if path.is_file() else None for path in place.rglob("*")}
+
+    def check(line, named, box=False):
+        before, (program, *args) = files(), shlex.split(line)
+        if program == "chat":
+            code, out, err = chat.execute(args), *capsys.readouterr()
+        else:
+            code, out, err = command(program, *args)
+        assert (code, out) == (2, "") and named in err and files() == before
+        if not box:
+            assert err.startswith(("train.py: ", "core.chat: ")) and err.endswith("\n")
+            assert err[:-1].isprintable() and len(err) < 900  # no line breaks
+
+    return check
 
 
 @pytest.mark.parametrize(("settings", "named"), SETTINGS, ids=str)
@@ -143,25 +139,18 @@ def test_invalid_settings_are_named_in_one_line(settings, named):
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize(("line", "named"), COMMANDS)
-def test_an_invalid_command_is_one_line_and_code_2(command, capsys, place, line, named):
-    def talk(_, *args):
-        return chat.execute([*args]), *capsys.readouterr()
-
-    run = talk if line.startswith("chat ") else command
-    check_rejected(run, place, shlex.split(line), named)
+@pytest.mark.parametrize(("line", "named"), [*COMMANDS, *BOXES])
+def test_an_invalid_command_names_what_is_wrong_and_has_code_2(rejected, line, named):
+    rejected(line, named, box=(line, named) in BOXES)
 
 
-@pytest.mark.parametrize(("line", "named"), BOXES)
-def test_words_that_are_no_settings_are_named_in_a_box(command, place, line, named):
-    check_rejected(command, place, shlex.split(line), named, box=True)
-
-
-@pytest.mark.parametrize("what", MODELS)
-def test_an_unusable_model_is_one_line_and_code_2(command, place, qwen3_folder, what):
-    damage(shutil.copytree(qwen3_folder, place / "model"), what)
-    flags = ["--model-id", "./model", "--device", "cpu"]
-    check_rejected(command, place, flags, MODELS[what])
+def test_an_unusable_model_is_one_line_and_code_2(rejected, place, qwen3_folder):
+    file = Path(shutil.copytree(qwen3_folder, place / "model"), "model.safetensors")
+    weights, up = load_file(file), "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {up: weights[up] * 1e38}, file, metadata={"format": "pt"})
+    rejected("--model-id ./model --device cpu", "its logits are not finite")
+    file.write_bytes(file.read_bytes()[:9000])
+    rejected("--model-id ./model --device cpu", "SafetensorError")
 
 
 def test_a_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch):
@@ -170,9 +159,9 @@ def test_a_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monke
     assert config.is_installed("torch") and not config.is_installed("left_behind")
 
 
-def test_a_missing_package_is_named_with_the_command_to_install_it(command, place, monkeypatch):
+def test_a_missing_package_is_named_with_the_command_to_install_it(rejected, monkeypatch):
     monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
-    check_rejected(command, place, ["--sampler", "vllm"], "pip install")
+    rejected("--sampler vllm", "pip install")
 
 
 @pytest.mark.parametrize("program", ["train.py", "-m environments"])

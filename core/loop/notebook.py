@@ -6,6 +6,7 @@ from typing import Any
 
 from core.config import Config
 from core.faults import UsageError
+from core.settings import complete
 from core.terminal import cli
 from environments import rewarded
 from environments.plumbing import registry
@@ -24,6 +25,6 @@ def run(main: Callable[[Config], int], cfg: Config, env: Any = None, **data: Any
         if data and env is not None:
             raise UsageError("give env= or data=, not both")
         found = rewarded.of_objects(**data) if data else env
-        return cfg if found is None else replace(cfg, env=(registry.name_object(found),))
+        return complete(cfg if found is None else replace(cfg, env=registry.name_object(found)))
 
     return cli.execute(main, [], named)

@@ -18,7 +18,6 @@ from core.loop.reference import load_teacher, reference_bytes
 from core.loop.run import Run
 from core.optimizer import optimizer_for
 from core.policy import Weights
-from core.settings import complete
 from core.terminal.interrupt import Interrupt
 from environments.base import RunInfo
 
@@ -55,7 +54,7 @@ def prepare(cfg: Config) -> tuple[Config, RunInfo]:
 
     Raises UsageError for an invalid setting.
     """
-    cfg = config.resolve(complete(cfg))
+    cfg = config.resolve(cfg)
     config.validate(cfg)
     return cfg, tasks.begin(cfg)
 
@@ -83,7 +82,7 @@ def _opened(
     with (
         closing(sampler),
         Interrupt() as interrupt,
-        open_outputs(cfg, algorithm, policy, folder, log_dir, progress, new) as (log, display),
+        open_outputs(cfg, algorithm, policy, folder, log_dir, progress) as (log, display),
         closing(players.open_collector(cfg, policy, opponents, display.say)) as collector,
     ):
         sampler.say = interrupt.say = display.say
