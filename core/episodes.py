@@ -247,7 +247,6 @@ class RolloutCollector:
                     calling += len(calls)
                     alone = alone or any(request.sampler.alone for request in requests)
                     for request in requests:
-                        request.alone = alone
                         request.sampler.add(request)
                         sampling[request.sampler] += 1
                 on_progress()

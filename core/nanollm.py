@@ -36,16 +36,11 @@ from typing import Any
 
 import torch
 
-from core import canary, distributed, patches, weight_sharing
+from core import canary, patches, weight_sharing
 from core.config import is_installed
 from core.faults import UsageError
 from core.policy import Policy
-from core.process_state import (
-    preserve_process_state,
-    preserve_random_state,
-    random_state,
-    set_random_state,
-)
+from core.process_state import preserve_process_state, preserve_random_state
 from core.sampler import (
     Request,
     Sampler,
@@ -115,9 +110,6 @@ class NanoLLM(Sampler):
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.running: dict[str, Request] = {}
         self.numbers = itertools.count()  # of the requests
-        # with Model Runner V2, for dense models on GPUs, vLLM draws from the seed of each request
-        self.draws_by_seed = False
-        self.random_state = random_state()  # of the engine, see `_step`
         self.awake = True
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
             # vLLM computes float32 attention with Triton, whose default rounds to TF32
@@ -137,25 +129,13 @@ class NanoLLM(Sampler):
         self.__exit__()
 
     def add(self, request: Request) -> None:
-        """As `Sampler.add`. Raises RuntimeError outside `with sampler:`.
-
-        Where a request's random numbers come from depends on vLLM's Model Runner:
-
-            V2 (dense models on GPUs)     a seed of its own
-            V1, request.alone             a seed of its own: other requests come and go beside it
-            V1, in rounds                 one generator for all, seeded by the first request of a
-                                          round. V1 is slow with seeds: it loops over their requests
-        """
+        """As `Sampler.add`. Raises RuntimeError outside `with sampler:`."""
         if not self.awake:
             raise RuntimeError("NanoLLM samples only inside `with sampler:`")
         import vllm
 
         params = self._vllm_params(request.params, completion_limit(self.policy, request))
-        if self.draws_by_seed or request.alone:
-            params.seed = derive_seed(request.seed, request.stream)
-        elif not self.running:
-            with preserve_random_state(derive_seed(request.seed, distributed.rank())):
-                self.random_state = random_state()
+        params.seed = derive_seed(request.seed, request.stream)
         request_id = str(next(self.numbers))
         self.running[request_id] = request
         self.engine.add_request(
@@ -180,18 +160,11 @@ class NanoLLM(Sampler):
         self.running.clear()
 
     def _step(self) -> list[Any]:
-        """A step of the engine. Returns vllm.RequestOutput for each request that has ended.
-
-        Model Runner V1 draws from the process's generators, as environments do: here the engine
-        has states of its own for them.
-        """
-        if self.draws_by_seed:
+        """A step of the engine. Returns vllm.RequestOutput for each request that has ended."""
+        if self.policy.device.type != "cpu":
             return self.engine.step()
-        with preserve_random_state():
-            set_random_state(self.random_state)
-            outputs = self.engine.step()
-            self.random_state = random_state()
-        return outputs
+        with preserve_random_state():  # from which vLLM for CPUs draws, and does not need it
+            return self.engine.step()
 
     def _vllm_params(self, params: SamplingParams, max_tokens: int) -> Any:
         """Returns vllm.SamplingParams."""
@@ -280,7 +253,6 @@ class NanoLLM(Sampler):
             patches.undecorated(type(policy.causal_lm.get_decoder())),
         ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
-        self.draws_by_seed = self.engine.vllm_config.use_v2_model_runner
         if policy.lora_rank:
             request = self.lora_request = LoRARequest("policy", 1, "a folder that is not read")
             # adapters of zeros, for which vLLM reads no files; `sync` writes into the slots

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,28 +44,15 @@ def preserve_process_state(**environment: str) -> Iterator[None]:
 @contextmanager
 def preserve_random_state(seed: int | None = None) -> Iterator[None]:
     """Restores the generators of Python, NumPy and PyTorch on exit; first seeds them if asked."""
-    before = random_state()
-    try:
-        if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-        yield
-    finally:
-        set_random_state(before)
-
-
-def random_state() -> tuple[Any, ...]:
-    """The states of the generators of Python, NumPy, PyTorch, and of the current GPU if in use."""
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
-
-
-def set_random_state(state: tuple[Any, ...]) -> None:
-    """Gives the generators a state that `random_state` returned."""
-    python_state, numpy_state, torch_state, gpu_state = state
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
-    if gpu_state is not None:
-        torch.cuda.set_rng_state(gpu_state)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(gpus):
+        try:
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -76,9 +76,6 @@ class Request:
     chat: list[Message] | None = None  # the prompt as messages, for a server
     sampler: Any = None  # whom the loop in core/episodes.py asks
     max_tokens: int = 0  # its own limit, at most that of `params`; 0: that one
-    # the episodes do not move in rounds, so other requests are sampled beside it at other times:
-    # its draws must not depend on them. Only vLLM has to know; see NanoLLM.add
-    alone: bool = False
 
     def __post_init__(self) -> None:
         self.max_tokens = min(self.max_tokens or self.params.max_tokens, self.params.max_tokens)

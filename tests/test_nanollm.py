@@ -22,7 +22,7 @@ from core.faults import UsageError
 from core.loading import load_policy
 from core.loop.players import open_sampler
 from core.nanollm import NanoLLM
-from core.sampler import Request, SamplingParams, TorchSampler
+from core.sampler import SamplingParams, TorchSampler
 
 pytestmark = pytest.mark.vllm
 
@@ -80,7 +80,7 @@ def test_requests_that_come_while_others_are_sampled_have_the_same_tokens(engine
         expected = engine.sample(prompts, GREEDY)
         found = staggered(engine, prompts, GREEDY, gap=3)
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-        by_gap = [staggered(engine, prompts, drawn, gap, alone=True) for gap in (1, 4)]
+        by_gap = [staggered(engine, prompts, drawn, gap) for gap in (1, 4)]
     assert [c.token_ids for c in by_gap[0]] == [c.token_ids for c in by_gap[1]]
     assert by_gap[0][0].token_ids != by_gap[0][3].token_ids  # equal prompts, different streams
     check_ends(engine.policy, by_gap[1], 24)
@@ -88,16 +88,11 @@ def test_requests_that_come_while_others_are_sampled_have_the_same_tokens(engine
 
 
 @only_qwen3
-@pytest.mark.parametrize("alone", [False, True], ids=["one generator", "a seed per request"])
-def test_draws_have_the_probabilities_of_the_policy(engine, alone):
-    prompt, params = [65, 66, 67], SamplingParams(max_tokens=1, temperature=0.5)
-    requests = [Request(prompt, params, 3, i, alone=alone) for i in range(2000)]
-    drawn = Counter()
-    with engine:
-        for request in requests:
-            engine.add(request)
-        while sum(drawn.values()) < len(requests):
-            drawn.update(c.token_ids[0] for _, c in engine.step())
+def test_draws_have_the_probabilities_of_the_policy_and_touch_no_generator(engine):
+    prompt, params = [65, 66, 67], SamplingParams(max_tokens=1, temperature=0.5, seed=3)
+    before = state()
+    drawn = Counter(c.token_ids[0] for c in sample(engine, [prompt] * 2000, params))
+    assert state() == before
     check_first_tokens(engine.policy, prompt, params.temperature, drawn)
 
 

@@ -94,9 +94,9 @@ def test_each_distinct_prefix_is_computed_once(policy, monkeypatch):
         assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
-def staggered(sampler, prompts, params, gap, alone=False):
+def staggered(sampler, prompts, params, gap):
     """The completions of requests that come one by one, every `gap` steps."""
-    requests = [Request(p, params, params.seed, i, alone=alone) for i, p in enumerate(prompts)]
+    requests = [Request(prompt, params, params.seed, i) for i, prompt in enumerate(prompts)]
     ended = {}
     for request in requests:
         sampler.add(request)
