@@ -42,16 +42,12 @@ def preserve_process_state(**environment: str) -> Iterator[None]:
 
 
 @contextmanager
-def preserve_random_state(seed: int | None = None) -> Iterator[None]:
-    """Restores the generators of Python, NumPy and PyTorch on exit; first seeds them if asked."""
+def preserve_random_state() -> Iterator[None]:
+    """Restores the generators of Python, NumPy and PyTorch, and of a GPU in use, on exit."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(gpus):
         try:
-            if seed is not None:
-                random.seed(seed)
-                np.random.seed(seed % 2**32)
-                torch.manual_seed(seed)
             yield
         finally:
             random.setstate(python_state)

@@ -60,10 +60,8 @@ def test_old_weights_in_the_prompts_or_in_the_steps_of_decoding_are_seen(
 def test_only_tokens_that_were_drawn_the_last_time_too_are_compared(policy):
     later = moved(policy, 1e-4)
     _, before = canary.compare(policy, TorchSampler(policy), {})
-    for ids, _ in before["drawn"]:
-        ids[-1] += 1
-    for _, logprobs in before["drawn"]:
-        logprobs[-1] = -99.0  # of another token
+    for ids, logprobs in before["drawn"]:
+        ids[-1], logprobs[-1] = ids[-1] + 1, -99.0  # another token
     found, _ = canary.compare(later, TorchSampler(policy), before)
     assert found["gap/canary"] == pytest.approx(1, abs=0.1)
 
@@ -93,14 +91,14 @@ def test_rounding_of_16_bits_is_no_lag(policy, monkeypatch, size, measured):
     """Both sides round as SmolLM2 does on an H200: a gap of 0.04 nats on average, up to 0.7."""
     policy.model.bfloat16()
     torch.manual_seed(0)
-    n = canary.PLACES
-    exact, before, lags = torch.zeros(n, 4), {}, []
-    rounded = lambda: (  # noqa: E731
-        exact + 0.018 * torch.distributions.StudentT(2.0).sample((n, 4))
-    ).tolist()
+    exact, before, lags = torch.zeros(canary.PLACES, 4), {}, []
+
+    def rounded():
+        return (exact + 0.018 * torch.distributions.StudentT(2.0).sample(exact.shape)).tolist()
+
     monkeypatch.setattr(canary, "score", lambda *_: rounded())
     for _ in range(200):
-        exact = exact + size * torch.randn(n, 4)
+        exact += size * torch.randn(exact.shape)
         drawn = [Completion([1] * 4, logprobs, "", "") for logprobs in rounded()]
         drawing = SimpleNamespace(sample=lambda *_, drawn=drawn: drawn)
         metrics, before = canary.compare(policy, drawing, before)

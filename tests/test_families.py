@@ -10,9 +10,7 @@ import small_models
 import torch
 from conftest import load_small, save_small
 
-from core.config import Config
 from core.faults import UsageError
-from core.loading import load_policy
 from core.policy import Policy
 from core.sampler import SamplingParams, TorchSampler
 
@@ -42,33 +40,20 @@ def save(family, folder):
         return small_models.save_model(family, folder, **FAMILIES[family])
 
 
-def prompts_of(policy):
-    """Prompts of different lengths, twice each."""
-    return [
-        policy.tokenizer.encode(t) for t in ("count the letters of a long word", "a", "why")
-    ] * 2
-
-
-def trainer_logprobs(policy, token_ids):
-    """Log-probs [T - 1, V] by the path that training takes."""
-    with torch.no_grad():
-        hidden = policy.hidden_states(torch.tensor([token_ids]))[0]
-        return policy.to_logits(hidden).log_softmax(-1)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_sampled_and_trained_log_probs_are_those_of_the_model(family, tmp_path):
     policy = load_small(save(family, tmp_path))
-    prompts = prompts_of(policy)
+    texts = ("count the letters of a long word", "a", "why") * 2
+    prompts = [policy.tokenizer.encode(text) for text in texts]
     completions = TorchSampler(policy).sample(prompts, SamplingParams(max_tokens=10, seed=1))
     for prompt, completion in zip(prompts, completions, strict=True):
-        ids = prompt + completion.token_ids
-        ours = trainer_logprobs(policy, ids)
-        with torch.no_grad():
-            logits = policy.causal_lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        ids = torch.tensor([prompt + completion.token_ids])
+        ours = policy.to_logits(policy.hidden_states(ids)[0]).log_softmax(-1)
+        logits = policy.causal_lm(input_ids=ids, use_cache=False).logits[0]
         torch.testing.assert_close(ours, logits.log_softmax(-1), atol=1e-5, rtol=0)
-        sampled = ours[len(prompt) - 1 : -1].gather(1, torch.tensor(completion.token_ids)[:, None])
-        assert completion.logprobs == pytest.approx(sampled.squeeze(1).tolist(), abs=1e-4)
+        sampled = ours[range(len(prompt) - 1, ids.numel() - 1), completion.token_ids]
+        assert completion.logprobs == pytest.approx(sampled.tolist(), abs=1e-4)
 
 
 def test_a_model_whose_log_probs_training_would_change_is_refused(tmp_path, monkeypatch):
@@ -76,9 +61,8 @@ def test_a_model_whose_log_probs_training_would_change_is_refused(tmp_path, monk
         return self.causal_lm.get_output_embeddings()(hidden).float()
 
     monkeypatch.setattr(Policy, "to_logits", without_scaling)
-    with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off") as error:
-        load_policy(Config(device="cpu"), str(save("Granite", tmp_path)))
-    assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off"):
+        load_small(save("Granite", tmp_path))
 
 
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
@@ -93,16 +77,14 @@ def test_a_context_ends_where_longrope_would_look_at_the_other_sequences(tmp_pat
     folder = save_small(
         family, tmp_path, max_position_embeddings=512, rope_parameters=ROPE | within, **beside
     )
-    policy = load_policy(Config(device="cpu", max_model_len=200), str(folder))
+    policy = load_small(folder, max_model_len=200)
     assert policy.max_length == 96 and "longrope" in policy.limited_by
 
 
-def test_yarn_gives_a_context_its_factor_times_the_original_length(tmp_path):
+@pytest.mark.parametrize("limit", [256, 1024])  # what config.json says beside it
+def test_yarn_gives_a_context_its_factor_times_the_original_length(tmp_path, limit):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
             "original_max_position_embeddings": 256}  # fmt: skip
-    for limit in (256, 1024):  # what config.json says beside it, before or after the factor
-        folder = save_small("Qwen3", tmp_path, max_position_embeddings=limit, rope_parameters=rope)
-        lengths = [
-            load_policy(Config(device="cpu", max_model_len=n), str(folder)) for n in (1000, 2000)
-        ]
-        assert [policy.max_length for policy in lengths] == [1000, 1024]
+    folder = save_small("Qwen3", tmp_path, max_position_embeddings=limit, rope_parameters=rope)
+    assert load_small(folder).max_length == 1024
+    assert load_small(folder, max_model_len=1000).max_length == 1000
