@@ -32,9 +32,9 @@ from core.policy import Policy
 from core.prefix_sharing import ATTENTION, make_tree
 from environments.plumbing.text import one_line
 
-MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
+# nats; two paths round differently: SmolLM2-135M by 1e-4 in float32 on some processors
+MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1
 NEVER = -30.0  # log-prob of a token that is not sampled, ever
-MAX_SHARING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
 ADAPTER_CONFIG = "adapter_config.json"
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
 LFS = b"version https://git-lfs"  # the beginning of a file that Git LFS has not fetched
@@ -96,8 +96,7 @@ def load_policy(
         value_head=_zero_head(config.hidden_size, device) if value_head else None,
         trust_remote_code=cfg.trust_remote_code,
     )
-    _check_logits(subject, policy)
-    if reason := _share_prefixes(policy):
+    if reason := _share_prefixes(subject, policy):
         policy.remarks.append(f"computing each prompt once per completion, as {reason}")
     return policy
 
@@ -123,9 +122,9 @@ def pick_device(name: str) -> torch.device:
 def _check_folder(model_id: str, subject: str) -> None:
     """Raises UsageError for what is given in place of a Hub id or of the folder of a model."""
     folder = Path(model_id)
-    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    files = [*folder.iterdir()] if folder.is_dir() else []
     kinds = {file.suffix for file in [folder, *files]}
-    small = [file for file in files if file.stat().st_size < 1000]
+    small = [file for file in files if file.is_file() and file.stat().st_size < 1000]
     pointers = [file.name for file in small if file.read_bytes().startswith(LFS)]
     if pointers:
         reason = f"{min(pointers)} is a pointer of Git LFS: run git lfs pull there"
@@ -185,24 +184,29 @@ def _load_files(
 
 
 @torch.no_grad()
-def _check_logits(subject: str, policy: Policy) -> None:
-    """Raises UsageError if log-probs by our path differ from those of the model's plain forward."""
+def _share_prefixes(subject: str, policy: Policy) -> str:
+    """Makes `policy` compute a shared prefix once, or returns why the numbers would differ.
+
+    Compares log-probs in training and in sampling with those of separate sequences. Raises
+    UsageError if these differ from what the model's plain forward returns.
+    """
+    model, config = policy.causal_lm, policy.causal_lm.config.get_text_config()
     ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-    input_ids = torch.tensor([ids], device=policy.device)
+    prompts, prompt_of, rest = [ids, ids[:5]], [0, 0, 1], [ids[:3], ids[3:9], ids[:4]]
+    whole = [prompts[i] + ids for i, ids in zip(prompt_of, rest, strict=True)] + [ids[2:9]]
+    padded = pad_sequence([torch.tensor(ids) for ids in whole], batch_first=True).to(policy.device)
+    rows = torch.tensor([i for i, ids in enumerate(whole) for _ in ids])  # of the n tokens
+    columns = torch.tensor([i for ids in whole for i in range(len(ids))])
     with _one_line_errors(subject):
-        expected = policy.causal_lm(input_ids=input_ids, use_cache=False).logits[0].float()
-        ours = policy.to_logits(policy.hidden_states(input_ids)[0])
-    if not expected.isfinite().all():
+        plain = model(input_ids=padded, use_cache=False).logits[rows, columns].float()
+        separate = policy.to_logits(policy.hidden_states(padded)[rows, columns])  # [n, V]
+    if not plain.isfinite().all():
         raise UsageError(f"{subject}: its logits are not finite")
-    gap = _gaps(ours.log_softmax(-1), expected.log_softmax(-1)).max().item()
-    if not gap < (MAX_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT):
+    exact = policy.dtype.itemsize >= 4
+    limit = MAX_GAP if exact else MAX_GAP_16_BIT
+    if not (gap := _gaps(separate, plain).max().item()) < limit:
         raise UsageError(f"{subject}: this kind of model is not supported: log-probs "
                          f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
-
-
-def _share_prefixes(policy: Policy) -> str:
-    """Makes `policy` compute a shared prefix once, or returns why the numbers would differ."""
-    model, config = policy.causal_lm, policy.causal_lm.config.get_text_config()
     if model._auto_class is not None or config._attn_implementation != "sdpa":
         return "its attention is not transformers' sdpa"
     if (window := _window(config)) < policy.max_length:
@@ -210,8 +214,16 @@ def _share_prefixes(policy: Policy) -> str:
     try:
         with _one_line_errors(""):  # for its silence
             model.set_attn_implementation(ATTENTION)
-            gap = _sharing_gap(policy)
-        limit = MAX_SHARING_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT
+            tree = make_tree(whole).to(policy.device)
+            shared = policy.hidden_states(padded, tree)[0, tree.nodes[rows, columns]]
+            cache = prefill(policy, prompts, max_new_tokens=1)
+            cache.select(torch.tensor(prompt_of, device=policy.device))
+            cache.append(torch.tensor([ids[0] for ids in rest], device=policy.device))
+        ends = [len(prompts[i]) for i in prompt_of]  # where in `whole` the appended tokens are
+        sampled = [separate[(rows == i) & (columns == end)] for i, end in enumerate(ends)]
+        gaps = [_gaps(policy.to_logits(shared), separate), _gaps(cache.logits, torch.cat(sampled))]
+        # of single tokens, or of their mean in 16 bits, which round each token
+        gap = max((gap.max() if exact else gap.mean()).item() for gap in gaps)
         reason = "" if gap < limit else f"log-probs would be {gap:.1g} nats off"
     except UsageError:  # of layers that do not take `tree`
         reason = "its layers do not take shared prefixes"
@@ -259,40 +271,13 @@ def _window(config: Any) -> float:
     return min([getattr(config, n) for n in names if type(getattr(config, n)) is int] + [math.inf])
 
 
-@torch.no_grad()
-def _sharing_gap(policy: Policy) -> float:
-    """How far the log-probs of sequences that share prefixes are from those of separate ones.
-
-    Compares training's log-probs and the sampler's, in nats, and returns the larger difference: of
-    single tokens in float32 and float64, of means over tokens in 16 bits, which round each token.
-    """
-    ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-    prompts, prompt_of, rest = [ids, ids[:5]], [0, 0, 1], [ids[:3], ids[3:9], ids[:4]]
-    whole = [prompts[i] + ids for i, ids in zip(prompt_of, rest, strict=True)] + [ids[2:9]]
-    padded = pad_sequence([torch.tensor(ids) for ids in whole], batch_first=True).to(policy.device)
-    tree = make_tree(whole).to(policy.device)
-    separate, shared = policy.hidden_states(padded), policy.hidden_states(padded, tree)
-    cache = prefill(policy, prompts, max_new_tokens=1)
-    cache.select(torch.tensor(prompt_of, device=policy.device))
-    cache.append(torch.tensor([ids[0] for ids in rest], device=policy.device))
-    gaps = []
-    for row, ids in enumerate(whole):
-        hidden = torch.cat([separate[row, : len(ids)], shared[0, tree.nodes[row, : len(ids)]]])
-        expected, found = policy.to_logits(hidden).log_softmax(-1).chunk(2)
-        gaps.append(_gaps(found, expected))
-        if row < len(rest):
-            sampled = cache.logits[row].float().log_softmax(-1)
-            gaps.append(_gaps(sampled, expected[len(prompts[prompt_of[row]])]))
-    exact = policy.dtype.itemsize >= 4
-    return torch.stack([gap.max() if exact else gap.mean() for gap in gaps]).max().item()
-
-
-def _gaps(found: Tensor, expected: Tensor) -> Tensor:
-    """The differences of two tensors of log-probs, without those of tokens that are never sampled.
+def _gaps(logits: Tensor, expected: Tensor) -> Tensor:
+    """How far log-probs are from the expected ones, without those of tokens that are never sampled.
 
     A logit of -1000 rounds by more than a likely one, and decides nothing.
     """
-    return (found - expected)[expected > NEVER].abs()
+    wanted = expected.float().log_softmax(-1)
+    return (logits.float().log_softmax(-1) - wanted)[wanted > NEVER].abs()
 
 
 @contextmanager

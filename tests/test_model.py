@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import load_small, save_small
 from safetensors.torch import load_file, save_file
+from small_models import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.chat_template import prompt_ids
@@ -18,13 +19,11 @@ from core.faults import UsageError
 from core.files.checkpoint import export_model
 from core.files.models import folder_of_model, load_exported
 from core.loading import load_policy
-from core.optimizer import make_optimizer
 from core.policy import max_logits
 from core.tiny import PRETRAINED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 IDS = torch.tensor([[65, 66, 67, 68]])
-LORA = {"task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 3, "target_modules": "all-linear"}
 
 
 def load(folder, **options):
@@ -35,20 +34,12 @@ def logits_of(policy):
     return policy.to_logits(policy.hidden_states(IDS)[0])
 
 
-def save_adapters(folder, base, **options):
-    """Adapters as PEFT saves them."""
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA | options))
-    model.save_pretrained(folder)
-
-
 def test_a_run_keeps_its_copy_of_tiny(tmp_path):
-    policy = load(folder_of_model("tiny", tmp_path / "base"))
-    assert 0.7e6 < sum(p.numel() for p in policy.model.parameters()) < 1.3e6
-    (tmp_path / "base/NOTE.txt").touch()
-    folder_of_model("tiny", tmp_path / "base")
-    assert (tmp_path / "base/NOTE.txt").exists()  # it is not made again
+    base = tmp_path / "base"
+    assert load(folder_of_model("tiny", base)).size() == "0.88M weights, 0.88M trained, cpu"
+    (base / "NOTE.txt").touch()
+    folder_of_model("tiny", base, has_trained=True)
+    assert (base / "NOTE.txt").exists()  # it is not made again
 
 
 def test_random_weights_follow_the_seed_until_a_run_has_trained_from_them(tmp_path):
@@ -61,18 +52,15 @@ def test_random_weights_follow_the_seed_until_a_run_has_trained_from_them(tmp_pa
 
 
 def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder):
-    policy = load_small(qwen3_folder, dtype="bfloat16", lora_rank=4)
-    other = load_small(qwen3_folder, dtype="bfloat16", lora_rank=4, seed=1)
+    policy, other = (
+        load_small(qwen3_folder, dtype="bfloat16", lora_rank=4, seed=i) for i in (0, 1)
+    )
     pairs = zip(policy.trainable().values(), other.trainable().values(), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)  # the seed draws them
     base = {n: p.clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     assert {p.dtype for p in base.values()} == {torch.bfloat16}
-    optimizer = make_optimizer(policy, 0.1)
-    for _ in range(2):
-        logits_of(policy).logsumexp(-1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(policy)
     assert all(torch.equal(p, base[n]) for n, p in policy.model.named_parameters() if n in base)
     assert all(p.abs().sum() > 0 for p in policy.trainable().values())
 
@@ -181,10 +169,19 @@ def test_the_adapters_of_a_run_are_trained_on(tmp_path, monkeypatch):
     assert other.lora_rank == 2  # it is not trained
 
 
+def save_adapters(folder, base, **options):
+    """Adapters as PEFT saves them."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        **{"task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear"} | options
+    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
+
+
 ADAPTERS = {  # what people train elsewhere: settings of PEFT's LoraConfig
-    "dropout": {"lora_dropout": 0.5},
-    "saved_head": {"modules_to_save": ["lm_head"]},
-    "ranks": {"rank_pattern": {"q_proj": 4}, "use_rslora": True},
+    "saved_head": {"modules_to_save": ["lm_head"], "lora_dropout": 0.5},
+    "ranks": {"rank_pattern": {"q_proj": 4}, "use_rslora": True, "lora_alpha": 3},
 }
 
 
@@ -205,32 +202,31 @@ def test_adapters_of_any_kind_of_lora_load_for_training_and_as_the_model_of_a_ru
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         plain, reference = load_small(qwen3_folder), replace(policy, disables_adapters=True)
         torch.testing.assert_close(logits_of(plain), logits_of(reference))  # the base's head, too
-    export_model(tmp_path / "run", policy)
-    (tmp_path / "run/config.yaml").write_text(f"model_id: {given}\nlora_rank: 2\n")
-    exported = load_exported(Config(device="cpu", max_model_len=512), tmp_path / "run", "model")
-    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
-    with torch.no_grad():
+        export_model(tmp_path / "run", policy)
+        (tmp_path / "run/config.yaml").write_text(f"model_id: {given}\nlora_rank: 2\n")
+        exported = load_exported(Config(device="cpu", max_model_len=512), tmp_path / "run", "model")
+        theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
         expected = logits_of(policy)
         assert torch.equal(logits_of(exported), expected)
         assert torch.allclose(theirs(IDS).logits[0], expected, atol=1e-5)
 
 
+BASE = "base_model_name_or_path"
+
+
 @pytest.mark.parametrize(("changes", "named"), [
-    ({"peft_type": "IA3"}, "adapters of the kind IA3"),
-    ({"base_model_name_or_path": None}, "for the base model None"),
+    ({"peft_type": "IA3"}, "adapters of the kind IA3"), ({BASE: None}, "for the base model None"),
     ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter"),
-    ({"base_model_name_or_path": "3 layers", "target_modules": ["q_proj"]}, "2 weights"),
-    ({"base_model_name_or_path": "1 layers"}, "14 weights, such as .*layers.1"),
-    ({"base_model_name_or_path": "/nowhere/base"}, "its base /nowhere/base .adapter_config.json"),
+    ({BASE: 3, "target_modules": ["q_proj"]}, "2 weights"),  # of so many layers
+    ({BASE: 1}, "14 weights, such as .*layers.1"),
+    ({BASE: "/nowhere/base"}, "its base /nowhere/base .adapter_config.json"),
 ])  # fmt: skip
 def test_adapters_that_cannot_be_loaded_are_refused(qwen3_folder, tmp_path, changes, named):
     options = {k: v for k, v in changes.items() if k == "target_modules"}
     save_adapters(tmp_path, qwen3_folder, **options)
     saved = json.loads((tmp_path / "adapter_config.json").read_text()) | changes
-    if "layers" in str(changes):
-        count = int(changes["base_model_name_or_path"][0])
-        other = save_small("Qwen3", tmp_path / "other", num_hidden_layers=count)
-        saved["base_model_name_or_path"] = str(other)
+    if isinstance(saved[BASE], int):
+        saved[BASE] = str(save_small("Qwen3", tmp_path / "o", num_hidden_layers=saved[BASE]))
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     with pytest.raises(UsageError, match=named):
         load(tmp_path, lora_rank=2)

@@ -115,4 +115,4 @@ def test_the_rounding_of_a_token_that_is_never_sampled_refuses_nothing():
     """Its logit rounds by more than the limit, and its probability is 0."""
     expected = torch.tensor([[-0.1, -2.0, -29.0, -900.0]])
     found = expected + torch.tensor([[0.0, 0.02, -0.01, 3.0]])
-    assert loading._gaps(found, expected).tolist() == pytest.approx([0.0, 0.02, 0.01], abs=1e-5)
+    assert loading._gaps(found, expected).tolist() == pytest.approx([0, 0.02, 0.01], abs=5e-3)

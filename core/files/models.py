@@ -1,6 +1,5 @@
 """The models of a run that are no plain folder and no Hub id: tiny, smollm2, and those of runs."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from core import distributed
 from core.config import SMOLLM2, TINY, Config, needs
 from core.files.atomic import published
-from core.files.checkpoint import ADAPTERS, STATE, base_model
+from core.files.checkpoint import ADAPTERS, base_model
 from core.loading import load_policy
 from core.policy import Policy
 from core.settings import read_settings
@@ -53,7 +52,7 @@ def folder_of_model(
     """The folder of tiny, tiny-random and smollm2, which it writes if need be; any other id.
 
     `tiny_folder`: a run's own copy of tiny, and of tiny-random, whose weights `seed` determines;
-    one that `has_trained` from them keeps its first seed.
+    one that `has_trained` from them keeps these.
     """
     if model_id == SMOLLM2:
         from core.files.smollm2 import smollm2_folder
@@ -63,13 +62,7 @@ def folder_of_model(
         return model_id
     if tiny_folder is None:
         return str(PRETRAINED) if model_id == "tiny" else model_id
-    state = tiny_folder / STATE
-    first = json.loads(state.read_bytes()).get("seed", seed) if state.exists() else None
-    if has_trained and first is not None:
-        seed = first
-    if seed != first:
+    if distributed.rank() == 0 and not (has_trained and tiny_folder.exists()):
         with published(tiny_folder) as part:
-            part.mkdir(parents=True)
             write_tiny(model_id, part, seed)
-            (part / STATE).write_text(json.dumps({"seed": seed}), encoding="utf-8")
     return str(tiny_folder)
