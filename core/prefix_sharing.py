@@ -26,6 +26,7 @@ The results equal those of separate sequences, up to rounding. Importing this fi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import accumulate
 from typing import Any, cast
@@ -129,6 +130,7 @@ def make_tree(sequences: Sequence[list[int]], min_block: int = MIN_BLOCK) -> Pre
         if len(tokens) > start:
             chains.append((path, len(tokens) - start))
         previous = ids
+    int32 = partial(torch.tensor, dtype=torch.int32)
     ends = torch.zeros(len(tokens), dtype=torch.int64)
     for i in paths:  # still sorted: the last sequence of a node ends in its last descendant
         ends[paths[i]] = paths[i][-1] + 1
@@ -140,8 +142,8 @@ def make_tree(sequences: Sequence[list[int]], min_block: int = MIN_BLOCK) -> Pre
         block=min(block, len(tokens)),
         ancestors=pad_sequence(ancestors, batch_first=True, padding_value=len(tokens)),
         key_index=torch.cat([nodes for nodes, _ in chains]),
-        query_ends=_ends([new for _, new in chains]),
-        key_ends=_ends([len(nodes) for nodes, _ in chains]),
+        query_ends=int32([0, *accumulate(new for _, new in chains)]),
+        key_ends=int32([0, *accumulate(len(nodes) for nodes, _ in chains)]),
         max_queries=max(new for _, new in chains),
         max_keys=max(len(nodes) for nodes, _ in chains),
     )
@@ -229,11 +231,6 @@ def takes_varlen(query: Tensor) -> bool:
     if not query.is_cuda or query.dtype.itemsize != 2:
         return False
     return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _ends(lengths: list[int]) -> Tensor:
-    """0, then the sums of the first lengths: int32."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -15,7 +15,7 @@ padded to its own ranks, so they are not shared either: `copy_adapters` copies a
 """
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +26,18 @@ from transformers.initialization import no_init_weights
 from core.load_trace import base_weights, find_views
 from core.patches import unpacked_weights
 
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
-
 LOAD_FORMAT = "shared"  # the name of our loader in vLLM
 
 
-def share_weights(model: Any, engine_model: Any) -> dict[str, Tensor]:
-    """Makes both models use the same tensors, and returns these by vLLM's names.
+def share_weights(model: Any, engine_model: Any) -> None:
+    """Makes both models use the same tensors.
 
     What vLLM fuses, pads or transposes becomes a new tensor in vLLM's layout, of which the Hugging
     Face parameters are views. LoRA adapters are left out. Parameters that are no such views get
     memory of their own, and vLLM's loader fills them. Raises RuntimeError, before it changes
     anything, if weights are trained that vLLM would have copies of.
     """
-    weights, shared = base_weights(model), {}
+    weights = base_weights(model)
     all_views, to_load = find_views(model, engine_model)
     if trained := sorted(name for name in to_load if weights[name].requires_grad):
         raise RuntimeError(f"it would not see optimizer steps in its copy of {trained[0]}")
@@ -58,12 +55,11 @@ def share_weights(model: Any, engine_model: Any) -> dict[str, Tensor]:
             for weight, view in views.items():
                 part = tensor.as_strided(*view)
                 weights[weight].data = part.copy_(weights[weight].data)
-        engine_parameter.data = shared[name] = tensor
+        engine_parameter.data = tensor
     if to_load:
         state = {name: weights[name].data for name in to_load}
         with torch.no_grad():
             engine_model.load_weights(iter(revert_weight_conversion(model, state).items()))
-    return shared
 
 
 def register_loader(model: Any) -> None:
@@ -73,7 +69,7 @@ def register_loader(model: Any) -> None:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     class SharedWeightsLoader(BaseModelLoader):
-        def download_model(self, model_config: "ModelConfig") -> None:
+        def download_model(self, model_config: Any) -> None:
             pass
 
         def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -83,7 +79,7 @@ def register_loader(model: Any) -> None:
                 self.building.enter_context(no_init_weights())  # there is no memory to write to
                 return super().load_model(*args, **kwargs)
 
-        def load_weights(self, engine_model: nn.Module, model_config: "ModelConfig") -> None:
+        def load_weights(self, engine_model: nn.Module, model_config: Any) -> None:
             self.building.close()  # vLLM registers the shared tensors again when it processes them
             trained = any(weight.requires_grad for weight in base_weights(model).values())
             if trained and model_config.use_mla:

@@ -27,7 +27,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from core.faults import UsageError
 from core.files.atomic import published
 
-NUM_BYTES = 270_000_000  # of the converted model
 CONTROL = 3  # GGUF's type of special tokens
 
 
@@ -35,25 +34,20 @@ def smollm2_folder() -> Path:
     """The folder of the converted model; converts it if the cache does not have it yet.
 
     Processes that call this at the same time wait for the first. Raises UsageError if a package is
-    missing or the cache cannot be written.
+    missing.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "picorl").expanduser()
     folder = cache / "smollm2"
     if folder.is_dir():
         return folder
     file = _gguf_file()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(cache / ".smollm2.lock"):
-            if not folder.is_dir():
-                print(f"converting {file.name} to {NUM_BYTES / 1e6:.0f} MB in {folder} once",
-                      file=sys.stderr)  # fmt: skip
-                with published(folder) as part:
-                    part.mkdir()
-                    _convert(file, part)
-    except OSError as error:
-        raise UsageError(f"smollm2: cannot write {NUM_BYTES / 1e6:.0f} MB to {cache}: "
-                         f"{error.strerror}; set XDG_CACHE_HOME") from error  # fmt: skip
+    cache.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(cache / ".smollm2.lock"):
+        if not folder.is_dir():
+            print(f"converting {file.name} to 270 MB in {folder} once", file=sys.stderr)
+            with published(folder) as part:
+                part.mkdir()
+                _convert(file, part)
     return folder
 
 
