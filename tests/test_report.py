@@ -14,7 +14,7 @@ from core.report import compare, curves, page
 from core.report.doctor import final_lines
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
-          "sampler": "auto", "eval_num_tasks": 256, "max_sampled_tokens": 0}  # fmt: skip
+          "eval_num_tasks": 256, "max_sampled_tokens": 0}  # fmt: skip
 MARKUP = "</p></script><script>alert(1)</script><!--<img src=x onerror=a> &amp; $data \u2028 \ud800"
 
 
@@ -73,21 +73,41 @@ def write_report(run, config):
     return page.write_page(run / "report.html", [(run, config)])
 
 
-def report_data(folder, metrics=(), rollouts=(), config=CONFIG):
-    """The data in the report of a run with these metrics and rollouts."""
-    path = write_report(write_run(folder, metrics, rollouts, config), config)
-    assert path == folder / "report.html" and not list(folder.glob(".part-*"))
-    return data_of(path)[0]
-
-
-def test_text_of_others_stays_text(tmp_path):
+def told():
+    """Rollouts of two updates: groups of two agents, a game after an example; another's texts."""
+    rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
+    rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
+    rows += [row("train", 1, 2, "z", None, agent="black", prompt="another prompt")]
+    game = row("train", 1, 3, "first move", rewards=[0.25, 0.5])
+    example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    later = [{"role": "user", "content": "a reply"}, {"role": "assistant", "content": "more"}]
+    game["messages"] = [*example, *game["messages"], *later]
     texts = dict.fromkeys(("prompt", "agent", "error", "env"), MARKUP)
-    rows = [row("train", 1, 9, f"{MARKUP}\u202e", **texts)]
-    data = report_data(tmp_path, trained(1), rows, {**CONFIG, "model_id": MARKUP})
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")  # valid UTF-8 despite \ud800
+    return [*rows, game, row("train", 2, 9, f"{MARKUP}\u202e", **texts)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of thirty updates, two of which have warned, with its page."""
+    records = [evaluated(0, 0.2), *trained(*range(1, 31))]
+    records[9]["warnings"] = {"kl_runaway": "KL <b>0.1; try less", "sampler_gap": "differ"}
+    records[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
+    config = CONFIG | {"model_id": MARKUP}
+    folder = write_run(tmp_path_factory.mktemp("runs") / "a", records, told(), config)
+    write_report(folder, config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(run):
+    return data_of(run / "report.html")[0]
+
+
+def test_text_of_others_stays_text(run, data):
+    text = (run / "report.html").read_text(encoding="utf-8")  # valid UTF-8 despite \ud800
     (raw,) = re.findall(r'application/json">(.*)</script>\s*<script>', text, re.S)
     assert not set("<>&\u2028\u2029") & set(raw) and text.count("<script") == 2
-    (group,) = data["batches"][0]["groups"]
+    (group,) = data["batches"][1]["groups"]
     assert (group["prompt"], group["agent"], group["env"]) == ([["user", MARKUP]], MARKUP, MARKUP)
     rollout = group["rollouts"][0]
     assert rollout["messages"] == [["assistant", f"{MARKUP}\ufffd"]] and rollout["error"] == MARKUP
@@ -96,15 +116,8 @@ def test_text_of_others_stays_text(tmp_path):
     assert not re.search(markup, page.TEMPLATE.read_text(encoding="utf-8"))
 
 
-def test_a_group_is_one_task_of_one_agent_and_messages_follow_the_prompt(tmp_path):
-    rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
-    rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
-    rows += [row("train", 1, 2, "z", None, agent="black", prompt="another prompt")]
-    game = row("train", 1, 3, "first move", rewards=[0.25, 0.5])
-    example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    later = [{"role": "user", "content": "a reply"}, {"role": "assistant", "content": "more"}]
-    game["messages"] = [*example, *game["messages"], *later]
-    groups = report_data(tmp_path, trained(1), [*rows, game])["batches"][0]["groups"]
+def test_a_group_is_one_task_of_one_agent_and_messages_follow_the_prompt(data):
+    groups = data["batches"][0]["groups"]
     assert [(g["seed"], g["agent"], len(g["rollouts"])) for g in groups] == [
         (1, "white", 2), (1, "black", 1), (2, "white", 1), (2, "black", 2), (3, "player", 1),
     ]  # fmt: skip
@@ -117,14 +130,28 @@ def test_a_group_is_one_task_of_one_agent_and_messages_follow_the_prompt(tmp_pat
     assert rollout["rewards"] == [0.25, 0.5]
 
 
+def test_the_report_and_the_final_lines_have_the_warnings(run, data):
+    assert [tuple(warning.values()) for warning in data["warnings"]] == [
+        ("kl_runaway", [9, 30], "KL <b>0.1; try less"), ("sampler_gap", [9], "differ"),
+    ]  # fmt: skip
+    assert "warnings" not in data["curves"]
+    accuracies = [data["results"][0][end]["accuracy"] for end in ("before", "after")]
+    assert (accuracies, data["num_updates"]) == ([0.2, 0.6], 30)
+    assert final_lines(run, CONFIG)[:3] == [
+        "sampler_gap at update 9: differ",  # a cause before its consequence
+        "kl_runaway at update 9, 30: KL <b>0.1",
+        "  next: less",
+    ]
+
+
 def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatch):
     long = trace(["word"] * 2000, *[[-0.1234] * 2000] * 4)
     rows = [row("train", u, s, "x" * 9000, token_traces=[long]) for u in (1, 2, 3) for s in (1, 2)]
-    rows.append(row("eval", 3, 1, "right"))
-    assert report_data(tmp_path, trained(1, 2, 3), rows)["left_out"] == ""
+    write_run(tmp_path, trained(1, 2, 3), [*rows, row("eval", 3, 1, "right")])
+    assert page.pack_rollouts(tmp_path, 10**7)[1] == ""
     limit = page.TEMPLATE.stat().st_size + 400_000
     monkeypatch.setattr(page, "PAGE_BYTES", limit)
-    data = report_data(tmp_path, trained(1, 2, 3), rows)
+    (data,) = data_of(write_report(tmp_path, CONFIG))
     assert (tmp_path / "report.html").stat().st_size <= limit
     kept = [(batch["kind"], batch["update"]) for batch in data["batches"]]
     assert kept == [("train", 1), ("train", 3), ("eval", 3)]
@@ -133,38 +160,20 @@ def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatc
     assert "characters left out" in shown and shown.startswith("xxx") and shown.endswith("xxx")
 
 
-def test_the_report_and_the_final_lines_have_the_warnings(tmp_path):
-    warned = [evaluated(0, 0.2), *trained(*range(1, 31))]
-    warned[9]["warnings"] = {"kl_runaway": "KL <b>0.1; try less", "sampler_gap": "differ"}
-    warned[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
-    data = report_data(tmp_path, warned)
-    assert [tuple(warning.values()) for warning in data["warnings"]] == [
-        ("kl_runaway", [9, 30], "KL <b>0.1; try less"), ("sampler_gap", [9], "differ"),
-    ]  # fmt: skip
-    assert "warnings" not in data["curves"]
-    accuracies = [data["results"][0][end]["accuracy"] for end in ("before", "after")]
-    assert (accuracies, data["num_updates"]) == ([0.2, 0.6], 30)
-    assert final_lines(tmp_path, CONFIG)[:3] == [
-        "sampler_gap at update 9: differ",  # a cause before its consequence
-        "kl_runaway at update 9, 30: KL <b>0.1",
-        "  next: less",
-    ]
-
-
 @pytest.mark.parametrize("records", [
-    [{"sft_step": 20}], [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}],
-    [evaluated(0, 0.2, trivial=0.1), {"update": 1, "reward/mean": 0.5, "info/speed": 1.0}],
+    [{"sft_step": 20}],
+    [evaluated(0, 0.2, trivial=0.1), {"update": 1, "reward/mean": None, "info/speed": 1.0}],
 ])  # fmt: skip
 def test_pages_are_written_at_any_stage_of_a_run_without_pyplot(tmp_path, monkeypatch, records):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # it would change the backend
     importlib.reload(curves)
     run = write_run(tmp_path / "a 'b'", records)
-    assert report.write_pages(run, CONFIG) == []
+    assert report.write_pages(run, CONFIG) == [] and not list(run.glob(".part-*"))
     assert (run / "curves.png").exists() == any("update" in record for record in records)
-    (data,) = data_of(run / "report.html")
-    assert data["command"] in (run / "README.md").read_text(encoding="utf-8")
+    (data,), readme = data_of(run / "report.html"), (run / "README.md").read_text(encoding="utf-8")
     command = ["train.py", "--config", str(run / "config.yaml"), "--run-name", "again"]
     assert shlex.split(data["command"])[1:] == command  # can be pasted
+    assert data["command"] in readme and ("0.20 [0.10, 0.30]" in readme) == (len(records) == 2)
 
 
 def test_compare_orders_runs_by_tokens_and_writes_one_page(tmp_path, capsys):
@@ -175,22 +184,24 @@ def test_compare_orders_runs_by_tokens_and_writes_one_page(tmp_path, capsys):
     folders = [str(write_run(tmp_path / name, metrics)) for name, metrics in runs.items()]
     assert compare.main(folders) == 0
     title, *lines = capsys.readouterr().out.splitlines()
-    order = [folders[i] for i in (2, 0, 1, 3)]  # two have one name; one is not evaluated
+    order = [folders[i] for i in (2, 0, 1, 3)]  # one is not evaluated
     assert title == "adding" and [line.split("  ")[2].split(":")[0] for line in lines[:4]] == order
     assert lines[1].startswith("  0.40 [0.30, 0.50] -> 0.92 [0.82, 1.02]  ")
     assert "0.9 after 300 tokens; 300 tokens" in lines[1] and "not reached" in lines[2]
     assert [run["name"] for run in data_of(tmp_path / "x/compare.html")] == folders
-    assert compare.main([str(tmp_path / "none")]) == 2 == compare.main(folders[4:])
+    for wrong in ([str(tmp_path / "none")], folders[4:], []):
+        assert compare.main(wrong) == 2
 
 
-def test_a_board_has_the_runs_of_one_environment_and_budget(tmp_path, capsys):
+def test_a_board_has_the_runs_of_one_environment_and_budget(tmp_path, capsys, monkeypatch):
     """Those without a budget, and folders that are no runs, are left out."""
+    monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "base", run_of(0.2))
     for name, accuracy, budget in (("a", 0.9, 100), ("b", 0.95, 100), ("c", 0.5, 50)):
         config = CONFIG | {"max_sampled_tokens": budget}
         write_run(tmp_path / name, run_of(0, accuracy), config=config)
     (tmp_path / "page").mkdir()
-    assert compare.main(["--board", str(tmp_path / "*")]) == 0
+    assert compare.main(["--board", "*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "adding, 256 held-out tasks, 100 sampled tokens",
@@ -199,4 +210,4 @@ def test_a_board_has_the_runs_of_one_environment_and_budget(tmp_path, capsys):
         "adding, 256 held-out tasks, 50 sampled tokens",
         "  0.00 [-0.10, 0.10] -> 0.50 [0.40, 0.60]  c",
     ]
-    assert compare.main(["--board", str(tmp_path / "base")]) == 2
+    assert compare.main(["--board", "base"]) == 2

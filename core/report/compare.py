@@ -20,13 +20,13 @@ from core import results
 from core.faults import UsageError
 from core.files.run_log import METRICS, read_records
 from core.report.page import write_page
-from core.report.summary import algorithm_title, names_of
+from core.report.summary import algorithm_title
 from core.results import Record, accuracy_of
 from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.text import printable
 
-Run = tuple[Path, dict[str, Any], list[Record]]  # folder, settings and metrics
+Run = tuple[dict[str, Any], list[Record]]  # settings and metrics
 
 
 def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -> None:
@@ -37,17 +37,18 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
         board: only print the runs with a budget, --max-sampled-tokens, by their accuracy; folders
             that are not runs are left out, so runs/* will do
     """
-    if not runs:
-        raise UsageError(
-            "name the folders of the runs: python -m core.report.compare runs/a runs/b"
-        )
-    folders = list(dict.fromkeys(folder for run in runs for folder in matching(run)))
-    found = [read_run(folder) for folder in folders if is_run(folder) or not board]
+    found: dict[Path, Run] = {}
+    for folder in (folder for run in runs for folder in matching(run)):
+        if is_run(folder):
+            settings = read_settings(folder / "config.yaml")
+            found[folder] = settings, read_records(folder / METRICS)
+        elif not board:
+            raise UsageError(f"{folder}: not the folder of a run (it has no {METRICS})")
     for line in lines(found, board):
         print(printable(line))
     if not board:
-        page = folders[0].resolve().parent / "compare.html"
-        write_page(page, [(folder, config) for folder, config, _ in found])
+        page = next(iter(found)).resolve().parent / "compare.html"
+        write_page(page, [(folder, config) for folder, (config, _) in found.items()])
         print("Tokens are counted up to an evaluation: --eval-every 1 gives an exact order.")
         print(f"side by side: {page}")
 
@@ -61,14 +62,7 @@ def matching(run: Path) -> list[Path]:
     return [*filter(is_run, map(Path, sorted(glob.glob(str(run)))))] or [run]
 
 
-def read_run(folder: Path) -> Run:
-    """Raises UsageError if the folder is not that of a run."""
-    if not is_run(folder):
-        raise UsageError(f"{folder}: not the folder of a run (it has no {METRICS})")
-    return folder, read_settings(folder / "config.yaml"), read_records(folder / METRICS)
-
-
-def lines(runs: list[Run], board: bool = False) -> list[str]:
+def lines(runs: dict[Path, Run], board: bool = False) -> list[str]:
     """The environments, and below each a line for every run that it evaluated.
 
     Runs are ordered by the tokens that they sampled until the target accuracy; those that did not
@@ -77,21 +71,22 @@ def lines(runs: list[Run], board: bool = False) -> list[str]:
     there is nothing to show.
     """
     rows: list[tuple[str, float, float, str]] = []
-    for name, (_, config, records) in zip(names_of([run[0] for run in runs]), runs, strict=True):
+    for folder, (config, records) in runs.items():
         budget, tasks = config["max_sampled_tokens"], config["eval_num_tasks"]
         evaluated = results.before_after(records)
         for title, first, last in evaluated[:1] if board and budget else evaluated * (not board):
             needed, final = results.tokens_to_target(title, records), last[f"eval/{title}/accuracy"]
             reached = "not reached" if needed is None else f"after {needed:,} tokens"
             cost = f"{results.sampled_tokens(records):,} tokens, {results.minutes(records):.1f} min"
-            how = f"{name}: {algorithm_title(config)} from {config['model_id']}"
+            how = f"{folder}: {algorithm_title(config)} from {config['model_id']}"
             change = f"{accuracy_of(title, first)} -> {accuracy_of(title, last)}"
             line = f"  {change}  {how}; {results.TARGET_ACCURACY} {reached}; {cost}"
             if board:
                 title, needed = f"{title}, {tasks} held-out tasks, {budget:,} sampled tokens", 0
             rows.append((title, math.inf if needed is None else needed, -final, line))
     if not rows:
-        raise UsageError("no run has an evaluation" + " and a budget, --max-sampled-tokens" * board)
+        budget = " and a budget, --max-sampled-tokens" * board
+        raise UsageError(f"name runs with an evaluation{budget}, such as runs/a runs/b")
     boards = itertools.groupby(sorted(rows), key=lambda row: row[0])
     return [line for title, some in boards for line in (title, *(row[-1] for row in some))]
 

@@ -42,8 +42,7 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
         at = f"{name} at update {', '.join(map(str, updates))}"
         found.append((f"{at}: {text}{example}", advice.replace("SPEC", spec)))
     for env, first, last in results.before_after(records):
-        verdict, text = _accuracy(env, first, last)
-        text = f"{verdict}: {text}" if verdict else text[:1].upper() + text[1:]
+        verdict, text = accuracy(env, first, last)
         flags = "--resume", str(folder), "--num-updates", str(2 * results.num_updates(records))
         go_on = again(config.get("env", ()), *flags)
         silent = warned or last is first
@@ -66,9 +65,9 @@ def _example(folder: Path) -> str:
     return ""
 
 
-def _accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
-    """Whether the change between two evaluations may be chance, and the held-out accuracies; the
-    accuracy alone where no update followed."""
+def accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
+    """Whether the change between two evaluations may be chance, and a sentence with the held-out
+    accuracies; without an update between them "", and the accuracy alone."""
     verdict, notes = "", list[str]()
     text = f"held-out accuracy on {env} [95%]: {accuracy_of(env, first)}"
     p, trivial = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial"))
@@ -87,7 +86,8 @@ def _accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
             tasks = min(record.get(f"eval/{env}/tasks", 0) for record in (first, last))
             notes.append(f"{tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
     notes += [] if trivial is None else [f"trivial baseline {trivial:.2f}"]
-    return verdict, f"{text} ({'; '.join(notes)})" if notes else text
+    text += f" ({'; '.join(notes)})" if notes else ""
+    return verdict, f"{verdict}: {text}" if verdict else text[:1].upper() + text[1:]
 
 
 def _next(records: list[Record], env: str, last: Record, verdict: str, go_on: str) -> str:

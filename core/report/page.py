@@ -17,7 +17,7 @@ from core import results
 from core.files.atomic import published
 from core.files.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, iter_records, read_records
 from core.report.doctor import findings
-from core.report.summary import algorithm_title, names_of, repeat_command
+from core.report.summary import algorithm_title, repeat_command
 from core.results import Record
 from core.settings import by_flag
 from environments.plumbing.registry import meanings, short_names
@@ -38,8 +38,7 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
     """
     before, after = TEMPLATE.read_text(encoding="utf-8").split("$data", 1)
     room = (PAGE_BYTES - TEMPLATE.stat().st_size) // len(runs)
-    names = names_of([folder for folder, _ in runs])
-    data = {"runs": [_run_data(n, *run, room) for n, run in zip(names, runs, strict=True)]}
+    data = {"runs": [_run_data(*run, room) for run in runs]}
     with published(path) as part:
         part.write_text(before + to_json(data) + after, encoding="utf-8", newline="\n")
     return path
@@ -85,11 +84,11 @@ def shorten(text: str, limit: int) -> str:
     return text if excess <= 0 else text[:half] + note + text[half + excess :]
 
 
-def _run_data(name: str, folder: Path, config: dict[str, Any], room: int) -> Record:
+def _run_data(folder: Path, config: dict[str, Any], room: int) -> Record:
     """The JSON object of a run in at most `room` bytes."""
     records = read_records(folder / METRICS)
     data: Record = {
-        "name": name,
+        "name": str(folder),
         "algo": algorithm_title(config),
         "env": short_names(config["env"]),
         "model": str(config["model_id"]),
@@ -124,9 +123,8 @@ def _run_data(name: str, folder: Path, config: dict[str, Any], room: int) -> Rec
 
 
 def _evaluation(env: str, record: Record) -> Record:
-    names = {"accuracy": "accuracy", "low": "ci_low", "high": "ci_high"}
-    numbers = {key: _number(record[f"eval/{env}/{name}"]) for key, name in names.items()}
-    numbers["trivial"] = _number(record.get(f"eval/{env}/trivial"))
+    names = {"accuracy": "accuracy", "low": "ci_low", "high": "ci_high", "trivial": "trivial"}
+    numbers = {key: _number(record.get(f"eval/{env}/{name}")) for key, name in names.items()}
     return {"update": record["update"], **numbers}
 
 
@@ -169,10 +167,7 @@ def _groups(rows: list[Record], chars: int) -> list[Record]:
             "info": shorten(info, 300),
             "error": shorten(row.get("error") or "", 500),
             "prompt": prompt if prompt != group["prompt"] else None,
-            "traces": [
-                {k: x if k == "text" else [*map(_number, x)] for k, x in trace.items()}
-                for trace in row.get("token_traces", [])
-            ],
+            "traces": row.get("token_traces"),
         }
         group["rollouts"].append({k: v for k, v in rollout.items() if v or k in ALWAYS})
     return [*groups.values()]

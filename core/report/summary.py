@@ -6,7 +6,8 @@ from typing import Any
 from core.algorithm import name_of, title_of
 from core.files.atomic import published
 from core.files.run_folder import again
-from core.results import Record, accuracy_of, before_after, minutes, num_updates
+from core.report.doctor import accuracy
+from core.results import Record, before_after, minutes, num_updates
 from environments.plumbing.registry import short_names
 
 
@@ -23,38 +24,21 @@ def algorithm_title(config: dict[str, Any]) -> str:
 
 def write_readme(folder: Path, config: dict[str, Any], records: list[Record]) -> None:
     """Writes README.md of a run: its result, and the command that repeats it."""
+    title = f"`{algorithm_title(config)}` on `{short_names(config['env'])}`"
+    accuracies = [accuracy(*ends)[1] + ".\n" for ends in before_after(records)]
     lines = [
-        f"# {folder.name}",
-        "",
-        f"`{algorithm_title(config)}` on `{short_names(config['env'])}`, model"
-        f" `{config['model_id']}`, seed {config['seed']}: {config['sft_steps']} warm-start steps,"
-        f" {num_updates(records)} updates, {minutes(records):.1f} min.",
-        "",
-    ]
-    for env, first, last in before_after(records):
-        both = f"{accuracy_of(env, first)} -> {accuracy_of(env, last)}"
-        lines += [f"Held-out accuracy on {env} [95%], before RL and after: {both}", ""]
-    lines += [
-        "![curves](curves.png)",
-        "",
-        "To repeat the run under another name:",
-        "",
-        f"    {repeat_command(folder, config)}",
+        f"# {folder.name}\n",
+        f"{title}, model `{config['model_id']}`, seed {config['seed']}: {config['sft_steps']}"
+        f" warm-start steps, {num_updates(records)} updates, {minutes(records):.1f} min.\n",
+        *accuracies,
+        "![curves](curves.png)\n",
+        "To repeat the run under another name:\n",
+        f"    {repeat_command(folder, config)}\n",
     ]
     with published(folder / "README.md") as part:
-        part.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+        part.write_text("\n".join(lines), encoding="utf-8", newline="\n")
 
 
 def repeat_command(folder: Path, config: dict[str, Any]) -> str:
-    """Returns the command that repeats a run under another name."""
+    """The command that repeats a run under another name."""
     return again(config["env"], "--config", str(folder / "config.yaml"), "--run-name", "again")
-
-
-def names_of(folders: list[Path]) -> list[str]:
-    """The names of runs: those of their folders, or their paths where two names are equal.
-
-    >>> names_of([Path("runs/a"), Path("runs/b")]), names_of([Path("one/a"), Path("two/a")])
-    (['a', 'b'], ['one/a', 'two/a'])
-    """
-    names = [folder.resolve().name for folder in folders]
-    return names if len({*names}) == len(names) else [*map(str, folders)]

@@ -54,18 +54,21 @@ def trace_tokens(policy: Policy, cfg: Config, batch: Batch, stats: UpdateStats) 
         "advantage": batch.advantages,
         **of_steps,
     }
-    start = 0
-    for r, rollout in enumerate(batch.rollouts):
-        for turn in rollout.turns:
-            end = start + len(turn.completion_ids)
-            if r in chosen:
-                trace: dict[str, list] = {"text": pieces(policy.tokenizer, turn.completion_ids)}
-                for name, vector in vectors.items():
-                    found = vector[start:end].tolist()
-                    trace[name] = [float(f"{x:.7g}") if math.isfinite(x) else None for x in found]
-                rollout.for_log.setdefault("token_traces", []).append(trace)
-            start = end
+    for r in chosen:
+        rollout, numbers = batch.rollouts[r], (batch.rollout == r).nonzero()[:, 0]
+        lengths = [len(turn.completion_ids) for turn in rollout.turns]
+        columns = {name: vector[numbers].split(lengths) for name, vector in vectors.items()}
+        rollout.for_log["token_traces"] = [
+            {"text": pieces(policy.tokenizer, turn.completion_ids)}
+            | {name: rounded(column[k]) for name, column in columns.items()}
+            for k, turn in enumerate(rollout.turns)
+        ]
     return _movement(batch, sorted(chosen), after)
+
+
+def rounded(numbers: Tensor) -> list[float | None]:
+    """To seven digits; None for what is not finite, which JSON does not have."""
+    return [float(f"{x:.7g}") if math.isfinite(x) else None for x in numbers.tolist()]
 
 
 def of_last_steps(cfg: Config, traced: Tensor, stats: UpdateStats) -> dict[str, Tensor]:
