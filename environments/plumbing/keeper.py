@@ -18,9 +18,6 @@ from pathlib import Path
 
 from environments.plumbing import worker
 
-if not hasattr(os, "fork"):
-    raise ImportError("this system has no fork: processes.py starts a fresh process there")
-
 PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 
@@ -32,7 +29,8 @@ def serve(number: str, *libraries: str) -> None:
         with suppress(BaseException):
             importlib.import_module(name)
     if libraries:
-        worker.warm_up()
+        with suppress(Exception):
+            worker.warm_up()
     gc.freeze()  # the processes share what is there
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of keepers, for which nobody waits
     while True:

@@ -21,7 +21,6 @@ from typing import IO
 
 from environments.base import EnvFailure
 
-FORKS = hasattr(os, "fork")
 LOCK = threading.Lock()
 MAX_OUTPUT = 100_000  # bytes of what a process wrote that are read, from the end
 
@@ -33,7 +32,7 @@ class Forked:
         self.channel = channel
 
     def wait(self) -> int:
-        """Waits until it and its children have ended; returns its exit code."""
+        """Waits until it and its children have ended, and returns its exit code."""
         with suppress(OSError):
             return int(self.channel.recv(16) or -9)
         return -9
@@ -59,21 +58,19 @@ def start(
     `arguments` are those of worker.main. `variables`: of its environment, beside ours. Raises
     EnvFailure."""
     variables = os.environ | variables
-    if not FORKS:
-        command = interpreter("environments.plumbing.worker:main", *arguments)
+    if not hasattr(os, "fork"):
+        if libraries:
+            arguments = interpreter("environments.plumbing.worker:main", *arguments)
         group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # Ctrl-C is for the run alone
         try:
-            return Fresh(
-                command if libraries else arguments, stdin=files[0], stdout=files[1],
-                stderr=files[2], env=variables, creationflags=group,
-            )  # fmt: skip
+            return Fresh(arguments, -1, None, *files, env=variables, creationflags=group)
         except OSError as error:
             raise EnvFailure(f"can't start {arguments[0]!r}: {error.strerror}") from None
     ours, theirs = socket.socketpair()
     try:
         with theirs, LOCK:
-            numbers = [*(file.fileno() for file in files), theirs.fileno()]
-            socket.send_fds(_server(libraries), [b"."], numbers)
+            handles = [file.fileno() for file in (*files, theirs)]
+            socket.send_fds(_server(libraries), [b"."], handles)
         job = os.getcwd(), variables, arguments, bool(libraries)
         ours.sendall(json.dumps(job).encode() + b"\n")
     except OSError:
@@ -83,7 +80,7 @@ def start(
 
 def interpreter(function: str, *arguments: str) -> list[str]:
     """The command line that calls `module:function` in this Python, with the same modules."""
-    module, _, name = function.partition(":")
+    module, name = function.split(":")
     code = ("import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
             f"from {module} import {name}; {name}(*sys.argv[1:])")  # fmt: skip
     return [sys.executable, "-c", code, json.dumps(sys.path), *arguments]

@@ -13,7 +13,6 @@ import os
 import random
 import sys
 import sysconfig
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -25,7 +24,6 @@ from environments.plumbing.installed import import_library
 from environments.plumbing.registry import describe_error, find_file, import_attribute
 from environments.plumbing.text import one_line
 
-Json = dict[str, Any]
 EX_TEMPFAIL = 75  # of sysexits.h: the infrastructure fails
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
@@ -43,36 +41,40 @@ def main(run: str, *zero_on: str) -> None:
         if not callable(function):
             raise UsageError(f"run={run}: it is no function")
         result = play(function, json.loads(sys.stdin.buffer.read()))
-        said = f"\n{json.dumps(result, default=float)}\n"
+        last_line = json.dumps(result, default=float)
     except BaseException as error:  # SystemExit too
         cause = failure_in(error, kinds)
         output, code, shown = 2, EX_TEMPFAIL if cause else 1, cause or error
         is_text = isinstance(shown, UsageError | EnvFailure)
-        said = f"\n{one_line(str(shown) if is_text else describe_error(shown))}\n"
+        last_line = one_line(str(shown) if is_text else describe_error(shown))
     if os.getpid() == me:  # else it is a fork that the function has made
         with open(output, "wb") as file:
-            file.write(said.encode(errors="replace"))
+            file.write(f"\n{last_line}\n".encode(errors="replace"))
     os._exit(code)  # threads that go on end here
 
 
-def play(function: Callable[..., Any], given: Json) -> Any:
+def play(function: Any, given: Any) -> Any:
     """The result of the function, which gets those of the four arguments that it wants."""
-    names = inspect.signature(function).parameters
-    openai = import_library("openai", "openai") if "client" in names else None
+    names, arguments = inspect.signature(function).parameters, dict[str, Any]()
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    if "client" in names:
+        arguments["client"] = client_of(url, key)
     if not given:
         return 0
     random.seed(given["seed"])
     if "numpy" in sys.modules:  # a fork has the state of its parent
         sys.modules["numpy"].random.seed(given["seed"] % 2**32)
-    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    # the first one is the task, whatever its name
-    values = {next(iter(names), ""): given["task"]}
-    values |= {"task": given["task"], "base_url": url, "api_key": key}
-    if openai:
-        http = openai.DefaultHttpxClient(verify=False, trust_env=False)  # quick to make
-        values["client"] = openai.OpenAI(base_url=url, api_key=key, http_client=http)
-    result = function(**{name: values[name] for name in names if name in values})
+    arguments |= {"task": given["task"], "base_url": url, "api_key": key}
+    arguments.setdefault(next(iter(names), ""), given["task"])  # the first one, whatever its name
+    result = function(**{name: arguments[name] for name in names if name in arguments})
     return event_loop.wait_for(result) if inspect.isawaitable(result) else result
+
+
+def client_of(url: str, key: str) -> Any:
+    """A client of an address on this machine, which is quick to make: without certificates."""
+    openai = import_library("openai", "openai")
+    http = openai.DefaultHttpxClient(verify=False, trust_env=False)
+    return openai.OpenAI(base_url=url, api_key=key, http_client=http)
 
 
 def exception(name: str) -> type[BaseException]:
@@ -90,15 +92,14 @@ def failure_in(error: BaseException, zero_on: tuple[type[BaseException], ...]) -
 
     What was handled before it excuses nothing: `__context__` is set without a word of the program.
     """
-    found = [error]
-    for one in found:  # which grows
+    causes = [error]
+    for one in causes:  # which grows
         group = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        more = [one.__cause__, *group]
-        found += [cause for cause in more if cause is not None and cause not in found]
-    said: list[BaseException] = [cause for cause in found if isinstance(cause, EnvFailure)]
-    if not any(isinstance(cause, zero_on) for cause in found):
-        said += [cause for cause in found if is_failure(cause)]
-    return next(iter(said), None)
+        causes += [e for e in (one.__cause__, *group) if e is not None and e not in causes]
+    failures: list[BaseException] = [cause for cause in causes if isinstance(cause, EnvFailure)]
+    if not any(isinstance(cause, zero_on) for cause in causes):
+        failures += filter(is_failure, causes)
+    return next(iter(failures), None)
 
 
 def is_failure(error: BaseException) -> bool:
@@ -117,40 +118,29 @@ def is_failure(error: BaseException) -> bool:
 def libraries_of(run: str) -> tuple[str, ...]:
     """The libraries that the file of a program names, in its functions too, and openai."""
     names, source = list[str](), run.rpartition(":")[0]
-    with suppress(OSError, SyntaxError, ValueError):
+    with suppress(OSError, SyntaxError, ValueError):  # what is wrong is said when it is imported
         for node in ast.walk(ast.parse(find_file(source).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.append(node.module)
-    return tuple(sorted({"openai", *filter(is_installed, names)}))
-
-
-def is_installed(name: str) -> bool:
-    """Whether a module is of a library, not a file of the user."""
-    with suppress(ValueError, ImportError):
-        spec = find_spec(name.partition(".")[0])
-        return spec is not None and (spec.origin or "").startswith(INSTALLED)
-    return False
+    specs = [(name, find_spec(name.partition(".")[0])) for name in {*names}]
+    installed = [name for name, spec in specs if spec and (spec.origin or "").startswith(INSTALLED)]
+    return tuple(sorted({"openai", *installed}))
 
 
 def warm_up() -> None:
-    """Asks nobody, once: pydantic builds the types of requests and answers when they are first
-    used, which takes longer than an episode of a small model."""
-    openai = import_library("openai", "openai")
-    http = openai.DefaultHttpxClient(verify=False, trust_env=False)
-    client = openai.OpenAI(
-        base_url="http://127.0.0.1:0", api_key="-", max_retries=0, http_client=http
-    )
-    function: Json = {"name": "f", "parameters": {}}
-    asked: Json = {"model": "m", "tools": [{"type": "function", "function": function} | function]}
-    with suppress(openai.APIConnectionError):
-        client.chat.completions.create(messages=[{"role": "user", "content": ""}], **asked)
-    with suppress(openai.APIConnectionError):
-        client.responses.create(input=[{"role": "user", "content": ""}], **asked)
-    call = {"name": "f", "arguments": "{}"}
+    """Asks nobody, once, and reads an answer: pydantic builds types when they are first used, which
+    takes longer than an episode of a small model."""
+    types, client = import_library("openai.types"), client_of("http://127.0.0.1:0", "-")
+    client, call = client.with_options(max_retries=0), {"name": "f", "arguments": "{}"}
+    chat, tool = [{"role": "user", "content": ""}], {"type": "function", "function": {"name": "f"}}
+    with suppress(Exception):
+        client.chat.completions.create(model="m", messages=chat, tools=[tool])
+    with suppress(Exception):
+        client.responses.create(model="m", input=chat, tools=[tool | {"name": "f"}])
     message = {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
     choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-    openai.types.chat.ChatCompletion.construct(choices=choices, usage={}).to_dict()
+    types.chat.ChatCompletion.construct(choices=choices, usage={}).to_dict()
     output = [{"type": "message", "content": [{"type": "output_text"}]}, {"type": "function_call"}]
-    openai.types.responses.Response.construct(output=output, usage={}, tools=[]).to_dict()
+    types.responses.Response.construct(output=output, usage={}, tools=[]).to_dict()
