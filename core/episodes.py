@@ -91,7 +91,7 @@ class RolloutCollector:
         self.policy, self.max_turns = policy, max_turns
         self.renderer = Renderer(policy, system_prompt)
         self.pool = Pool(partial(read_calls, policy.tokenizer), env_timeout)
-        self.say, self.said = say, set[Any]()  # the keys of lines
+        self.say, self.said = say, set[str]()  # how agent programs ended
         self.redirect, self.shows_right, self.play_program = redirect, shows_right, play_program
 
     def collect(
@@ -142,12 +142,6 @@ class RolloutCollector:
         rollouts = [rollout for episode in episodes for rollout in own_rollouts(episode)]
         kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
         return group_by_agent(with_lowest_return(distributed.all_gather(kept)))
-
-    def say_once(self, line: str, key: Any = None) -> None:
-        """Says a line, unless one with its `key` was said before; None: the line itself."""
-        if (key or line) not in self.said:
-            self.said.add(key or line)
-            self.say(line)
 
     def close(self) -> None:
         """Closes all environments."""

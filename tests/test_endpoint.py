@@ -1,7 +1,6 @@
 """The OpenAI-compatible endpoint: what the official client sends and reads, and what is refused."""
 
 import asyncio
-import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,30 +9,28 @@ import httpx
 import openai
 import pytest
 
-from environments.adapters import endpoint as module
-from environments.adapters.endpoint import Choice, Endpoint
+from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
 
 TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
 TOKENS = [("Hel", -0.25), ("lo", -0.5)]
-HELLO = Choice("Hello\ud800", "stop", TOKENS)  # half a pair
+TEXT = "Hello\ud800"  # half a pair
+HELLO = Choice({"role": "assistant", "content": TEXT}, "stop", TOKENS)
 TWO = [("a", "look", '{"at": "é"}'), ("b", "look", "{}")]
-CALLS = Choice("First", "tool_calls", TOKENS, TWO, "hm")
+CALLED = [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
+          for i, name, arguments in TWO]  # fmt: skip
+CALLS = Choice({"role": "assistant", "content": "First", "reasoning_content": "hm",
+                "tool_calls": CALLED}, "tool_calls", TOKENS)  # fmt: skip
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
-def endpoint():
-    return Endpoint()
-
-
-@pytest.fixture
-def session(endpoint):
+def session():
     """Its requests are answered in turn by `answers`, the last one again and again; `asked`."""
-    made = endpoint.open()
+    made = Endpoint().open()
     made.asked, made.answers = [], [HELLO]
 
     def answer():
-        while (asks := made.receive(0.05)) is not None:
+        while (asks := made.receive(60)) is not None:
             for ask in asks:
                 made.asked.append(ask)
                 choice = made.answers.pop(0) if len(made.answers) > 1 else made.answers[0]
@@ -50,15 +47,19 @@ def client_of(session):
     return openai.OpenAI(base_url=session.endpoint.url, api_key=session.key, max_retries=0)
 
 
+def told(ask):
+    """Role, text and number of calls of each message of a request."""
+    return [(m["role"], m["content"], len(m.get("tool_calls") or ())) for m in ask.messages]
+
+
 def test_a_chat_completion_has_all_that_the_client_reads(session):
     client = client_of(session)
-    asked = {"role": "user", "content": [{"type": "text", "text": text} for text in "Hi"]}
+    asked = {"role": "developer", "content": [{"type": "text", "text": text} for text in "Hi"]}
     answer = client.chat.completions.create(
         model="x", messages=[asked], n=2, logprobs=True, max_tokens=9, max_completion_tokens=5
     )
-    assert session.asked[0].max_tokens == 5 and session.asked[0].messages[0]["content"] == "Hi"
-    assert answer.model == "x"
-    assert {c.message.content for c in answer.choices} == {HELLO.content}
+    assert session.asked[0].max_tokens == 5 and told(session.asked[0]) == [("system", "Hi", 0)]
+    assert answer.model == "x" and {c.message.content for c in answer.choices} == {TEXT}
     assert [(t.token, t.logprob) for t in answer.choices[1].logprobs.content] == TOKENS
     assert answer.usage.total_tokens == 7 + 4 and answer.choices[0].finish_reason == "stop"
     assert [model.id for model in client.models.list()] == ["picorl"]
@@ -83,52 +84,45 @@ def test_calls_come_back_as_tool_calls(session, stream):
     assert [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls] == TWO
     assert message.model_extra["reasoning_content"] == "hm" and answer.usage.completion_tokens == 2
     assert session.asked[0].tools == tools
-    # sent back, with the results in another order, and the arguments as an object
-    sent = {"role": "assistant", "tool_calls": [
-        {"id": i, "function": {"name": name, "arguments": json.loads(arguments)}}
-        for i, name, arguments in TWO]}  # fmt: skip
+    # sent back, with the results in another order
     results = [{"role": "tool", "tool_call_id": i, "content": i} for i in "ba"]
-    body = {"messages": [*CHAT, sent, *CHAT, *results, *CHAT]}
-    client.post("/chat/completions", body=body, cast_to=object)
-    told = session.asked[-1].messages
-    assert [json.loads(text) for _, _, text in told[1]["calls"]] == [{"at": "é"}, {}]
-    assert [m["content"] for m in told[2:]] == ["Hi", "a", "b", "Hi"]
+    sent = [*CHAT, {"role": "assistant", "tool_calls": CALLED}, *CHAT, *results, *CHAT]
+    client.chat.completions.create(model="x", messages=sent)
+    hi = ("user", "Hi", 0)
+    assert told(session.asked[-1]) == [
+        hi, ("assistant", "", 2), hi, ("tool", "a", 0), ("tool", "b", 0), hi
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_responses_api(session, stream):
     session.answers, client = [CALLS, HELLO], client_of(session)
     schema = {"type": "object"}
-    wanted = {"type": "json_schema", "name": "x", "schema": schema}
-    given = {"model": "x", "instructions": "Be brief.", "input": "Hi",
-             "text": {"format": wanted},
+    given = {"model": "x", "instructions": "Be brief.", "input": "Hi", "max_output_tokens": 9,
+             "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
              "tools": [{"type": "function", "strict": True} | TOOL]}  # fmt: skip
     if stream:
         with client.responses.stream(**given) as events:
-            found = [*events]
+            seen = [*events]
             answer = events.get_final_response()
-        assert found[0].type == "response.created" and found[-1].type == "response.completed"
-        assert [e.delta for e in found if e.type == "response.output_text.delta"] == ["First"]
+        assert seen[0].type == "response.created" and seen[-1].type == "response.completed"
+        assert [e.delta for e in seen if e.type == "response.output_text.delta"] == ["First"]
     else:
         answer = client.responses.create(**given)
-    assert session.asked[0].schema == schema
+    assert session.asked[0].schema == schema and session.asked[0].max_tokens == 9
     text, *calls = answer.output
     assert text.content[0].text == answer.output_text == "First"
     assert [(c.call_id, c.name, c.arguments) for c in calls] == TWO
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (7, 2)
     results = [{"type": "function_call_output", "call_id": i, "output": i} for i in "ba"]
-    echoed = [{"role": "user", "content": "Hi"}, *answer.output, *results]
     again = {"model": "x", "instructions": "Be long."}
-    client.responses.create(**again, input=echoed)
+    client.responses.create(**again, input=[*CHAT, *answer.output, *results])
     last = client.responses.create(**again, input=results, previous_response_id=answer.id)
-    roles = [("user", "Hi", 0), ("assistant", "First", 2), ("tool", "a", 0), ("tool", "b", 0)]
+    chat = [("user", "Hi", 0), ("assistant", "First", 2), ("tool", "a", 0), ("tool", "b", 0)]
     for ask in session.asked[1:]:
-        assert [(m["role"], m["content"], len(m["calls"])) for m in ask.messages] == [
-            ("system", "Be long.", 0), *roles
-        ]  # fmt: skip
+        assert told(ask) == [("system", "Be long.", 0), *chat]
     client.responses.create(model="x", input="And?", previous_response_id=last.id)
-    found = [(m["role"], m["content"], len(m["calls"])) for m in session.asked[-1].messages]
-    assert found == [*roles, ("assistant", HELLO.content, 0), ("user", "And?", 0)]
+    assert told(session.asked[-1]) == [*chat, ("assistant", TEXT, 0), ("user", "And?", 0)]
 
 
 CHAT_PATH, RESPONSES_PATH = "/chat/completions", "/responses"
@@ -136,7 +130,7 @@ CHAT_PATH, RESPONSES_PATH = "/chat/completions", "/responses"
 
 @pytest.mark.parametrize(("path", "change", "word"), [  # what is wrong, a word of the reason
     (CHAT_PATH, {"messages": []}, "no messages"), (CHAT_PATH, {"messages": 3}, "not iterable"),
-    (CHAT_PATH, {"messages": [3]}, "AttributeError"), (CHAT_PATH, {"n": 9999}, "n is"),
+    (CHAT_PATH, {"messages": [3]}, "AttributeError"), (CHAT_PATH, {"n": -1}, "n and"),
     (CHAT_PATH, {"messages": [{"role": "king"}]}, "'king'"),
     (CHAT_PATH, {"messages": [{"role": "user", "content": 3}]}, "of text"),
     (CHAT_PATH, {"max_tokens": -1}, "at least 1"), (CHAT_PATH, {"functions": [3]}, "func"),
@@ -168,8 +162,8 @@ def test_who_has_no_key_of_a_running_episode_gets_401_and_a_wrong_address_404(se
     assert not session.asked and ended.receive(0) == []
 
 
-def test_a_session_that_ends_answers_what_waits_and_nothing_more(endpoint):
-    session = endpoint.open()
+def test_a_session_that_ends_answers_what_waits_and_nothing_more():
+    session = Endpoint().open()
 
     def ask():
         with pytest.raises(openai.AuthenticationError):
@@ -177,12 +171,10 @@ def test_a_session_that_ends_answers_what_waits_and_nothing_more(endpoint):
 
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(ask)
-        while not session.receive(0.05):
-            pass
+        assert session.receive(60)
         session.close()
         waiting.result()
     ask()
-    assert not endpoint.sessions and not session.waiting
-    late = module.Ask(session, {}, CHAT, [])  # was read before the key ended
-    with pytest.raises(module.Refused, match="the episode of this API key has ended"):
-        asyncio.run(module.answered(late))
+    assert not session.endpoint.sessions and not session.waiting
+    with pytest.raises(Refused, match="the episode of this API key has ended"):
+        asyncio.run(session.answer(Ask(session, {}, CHAT, [])))  # was read before the key ended

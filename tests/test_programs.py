@@ -1,11 +1,9 @@
 """Agent programs as environments: their requests, their rewards, and the ids that are trained."""
 
 import json
-import os
 import sys
 from collections import Counter
 from importlib.util import find_spec
-from pathlib import Path
 from shutil import which
 
 import pytest
@@ -21,8 +19,9 @@ from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.tiny import PRETRAINED
 from core.types import Completion, Rollout
-from environments.adapters import agent, endpoint
+from environments.adapters import endpoint
 from environments.base import EVAL_SEEDS, UsageError
+from environments.plumbing import worker
 from environments.plumbing.registry import make
 from environments.rewarded import draw
 
@@ -88,13 +87,7 @@ def run(task, client):
     return {"reward": 1.0, "conversations": len(conversations)}
 """
 
-ONE_REQUEST = """
-def run(task, client):
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    return 1.0
-"""
 CALL = '<tool_call>{"name": "look", "arguments": {"at":   "é"}}</tool_call>'
-
 
 NEEDS = {
     "plain": "openai", "typed": "pydantic_ai", "sdk": "agents", "small": "smolagents",
@@ -133,13 +126,6 @@ class Calculating(Recorder):
         text = CALL.replace("look", "calculate").replace('"at":   "é"', '"expression": "1 + 1"')
         ids = [*self.policy.tokenizer.encode(text), self.policy.end_of_turn_id]
         return Completion(ids, [-0.5] * len(ids), text, "stop")
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch):
-    """Programs are looked at every few milliseconds, and ended after a few refusals."""
-    monkeypatch.setattr(agent, "POLL", 0.01)
-    monkeypatch.setattr(agent, "MAX_REFUSED", 20)
 
 
 @pytest.fixture
@@ -218,59 +204,67 @@ def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, n
         assert tuple(sequence.token_ids[:end]) in contexts
 
 
-def test_rewards_info_and_held_out_tasks(policy, write):
+def test_rewards_of_turns_in_the_order_of_requests_info_and_held_out_tasks(policy, write):
+    """The sampler gets the requests of a round in one piece, whatever time each program takes."""
     spec = write("""
+import time
 def run(row, client):
-    for _ in range(2):
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    def ask(messages):
+        time.sleep(0.02 * (row["n"] % 3))
+        answer = client.chat.completions.create(model="m", messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
+    main = [{"role": "user", "content": "main"}]
+    ask(main)
+    ask([{"role": "user", "content": "another"}])
+    ask(main)
     return {"reward": row["n"] / 32, "turns": [0.25, 0.5], "cost": 7}
 """)
-    env = make(spec)
+    env, sampler, sizes = make(spec), TorchSampler(policy), []
     assert sorted(row["n"] for row in env.train + env.test) == [*range(64)]
     assert 0 < len(env.test) < 20
-    for rollout in collect(policy, spec, 8):
+    step = sampler.step
+    sampler.step = lambda: sizes.append(len(sampler.waiting)) or step()
+    for rollout in collect(policy, spec, 6, max_tokens=1, sampler=sampler):
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
-        assert [turn.reward for turn in rollout.turns] == [0.25, 0.5 + n / 32]
+        assert [turn.reward for turn in rollout.turns] == [0.25, 0.5, n / 32]
         assert rollout.info["correct"] == (n >= 32)
         assert rollout.info["cost"] == 7 and {"n": n} in env.train
+        first, _, third = (turn.prompt_ids for turn in rollout.turns)
+        assert third[: len(first)] == first and len(to_tokens([rollout]).sequences) == 2
         assert not rollout.episode_truncated
-    env.reset(EVAL_SEEDS[0])
-    env.refuse(env.asks[0], "beyond a limit", "limit")
-    env.reset(EVAL_SEEDS[1])
-    assert env.asks and not env.over_limit  # which was of the episode before
-    env.close()
+    assert sizes == [6, 6, 6]
 
 
+LOST = "an agent that the policy broke"
 FAILURES = {  # statement: the error of its episode, or the reward
-    "1 / 0": 0.0,
-    "return None": 0.0,
-    "return float('nan')": 0.0,
-    "return {'reward': 1, 'score': {1, 2}}": 0.0,
+    "safe(client, [{}]); return 1.0": "no request of the program was answered: only contents of te",
+    "1 / 0": LOST,
+    "return None": LOST,
+    "return float('nan')": LOST,
+    "return {'reward': 1, 'score': {1, 2}}": LOST,
     "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
     "raise ExceptionGroup('tools', [EnvFailure('no search')])": "EnvFailure: no search",
     "after(httpx.ConnectTimeout('no judge'))": "EnvFailure: ConnectTimeout: no judge",
-    "during('KeyError(1)')": 0.0,  # handled: no excuse
+    "during('KeyError(1)')": LOST,  # handled: no excuse
     "during('KeyError(1) from error')": "EnvFailure: ConnectionError: handled (program.py,",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "print('{\"result\": 7}', flush=True); return 0.5": 0.5,
-    "os._exit(3)": 0.0,
+    "os._exit(3)": LOST,
     "os.fork(); return 0.5": 0.5,
-    "raise Odd('x')": 0.0,  # of `zero_on`
+    "raise Odd('x')": LOST,  # of `zero_on`
     "[safe(client) for _ in range(9)]; return 0.5": 0.5,  # more than --max-turns
-    "[safe(client) for _ in range(9)]; raise ConnectionError('as a framework calls it')": 0.0,
-    "while True: safe(client)": "TimeoutError: 20 requests got no answer: the episode",
-}
-
-
+    "[safe(client) for _ in range(9)]; raise ConnectionError('as a framework calls it')": LOST,
+    "while True: safe(client)": "TimeoutError: 21 requests got no answer: the episode",
+}  # fmt: skip
 PROGRAM = """
 import httpx, os, sys
 from environments.base import EnvFailure
 class Odd(ConnectionError): pass
-def ask(client):
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-def safe(client):
+def ask(client, content="?"):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+def safe(client, content="?"):
     try:
-        ask(client)
+        ask(client, content)
     except Exception:
         pass
 def after(error):
@@ -283,30 +277,39 @@ def during(raised):
 CASES = {}
 def run(task, client):
     client = client.with_options(max_retries=0)
-    ask(client)
+    if task["n"]:
+        ask(client)
     return CASES[task["n"]](client)
 """
 
 
-def test_a_program_that_fails_costs_its_episode_alone(policy, write):
-    """An episode for each way to fail, and one that does not."""
-    statements = [*FAILURES, "return 1.0"]
+def test_a_program_that_fails_costs_its_episode_alone(policy, write, monkeypatch):
+    """An episode for each way to fail, and one that does not. A program that the policy broke has
+    the lowest reward, and each kind of error is said once."""
+    monkeypatch.setattr(endpoint, "MAX_REFUSED", 20)
+    statements, said = [*FAILURES, "return 1.0"], []
     cases = "".join(
         f"def case{i}(client):\n    {statement}\nCASES[{i}] = case{i}\n"
         for i, statement in enumerate(statements)
     )
     rows = [{"n": i % len(statements), "place": i} for i in range(8 * len(statements))]
-    env = make(spec := write(PROGRAM + cases, rows, zero_on="program.Odd"))
+    env = make(spec := write(PROGRAM + cases, rows, zero_on="program.Odd", error_reward=-3))
     seeds = {draw(seed, env.train, env.test)["n"]: seed for seed in range(999)}
-    rollouts = collect(policy, spec, [seeds[i] for i in range(len(statements))], max_turns=4)
+    chosen = [seeds[i] for i in range(len(statements))]
+    rollouts = collect(policy, spec, chosen, max_turns=4, say=said.append)
     for statement, rollout in zip(statements, rollouts, strict=True):
         wanted = FAILURES.get(statement, 1.0)
-        if isinstance(wanted, str):
-            assert rollout.error.startswith(wanted), (statement, rollout.error)
+        if wanted != LOST and isinstance(wanted, str):
+            assert wanted in rollout.error, (statement, rollout.error)
             assert rollout.env_failure == wanted.startswith("EnvFailure")
         else:
-            assert (rollout.error, rollout.episode_return) == ("", wanted), statement
+            assert rollout.error == "" and rollout.info["agent_error"] == (wanted == LOST)
+            assert rollout.episode_return == (-3 if wanted == LOST else wanted), statement
             assert rollout.episode_truncated == ("range(9)" in statement)
+    kinds = [line.split()[4].strip(":") for line in said]
+    assert len({*kinds}) == len(kinds) > 4
+    [line] = [line for line in said if "ZeroDivisionError" in line]
+    assert line.startswith("an agent ended with ZeroDivisionError: division by zero (program.py, ")
 
 
 def test_a_program_that_does_nothing_is_ended(policy, write):
@@ -314,43 +317,9 @@ def test_a_program_that_does_nothing_is_ended(policy, write):
     assert rollout.error == "TimeoutError: the program did nothing for 0.2 seconds"
 
 
-@pytest.mark.parametrize("options, wanted", [({}, -1.5), ({"error_reward": -3}, -3)])
-def test_breaking_the_program_does_not_pay(policy, write, options, wanted):
-    """It earns the lowest return of the batch, turns included, and the cause is said once."""
-    spec = write("""
-def run(task, client):
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    if task["n"] % 2:
-        raise KeyError(task["n"])
-    return {"reward": -0.5 - (task["n"] % 4) / 4, "turns": [-0.5]}
-""", **options)  # fmt: skip
-    said = []
-    rollouts = collect(policy, spec, 12, say=said.append)
-    assert {r.episode_return for r in rollouts if r.info["agent_error"]} == {wanted}
-    assert {r.episode_return for r in rollouts if not r.info["agent_error"]} == {-1.0, -1.5}
-    [line] = said
-    assert line.startswith("an agent ended with KeyError") and "(program.py, line 5)" in line
-
-
-def test_a_failure_names_why_nothing_was_answered(policy, write, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which is not asked
-    spec = write("""
-import openai
-def run(task):
-    image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    try:
-        openai.OpenAI().chat.completions.create(
-            model="m", messages=[{"role": "user", "content": image}])
-    except openai.BadRequestError:
-        return 1.0
-""")
-    [rollout] = collect(policy, spec, 1)
-    assert "no request of the program was answered: only contents of text are" in rollout.error
-
-
 ASKING = '''
 import asyncio, os, queue, subprocess, sys, threading
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 MADE, JOBS, LOCK = OpenAI(), queue.Queue(), asyncio.Lock()
 SCRIPT = """
 import json, os, urllib.request
@@ -361,17 +330,24 @@ urllib.request.urlopen(urllib.request.Request(url, body, headers))
 """
 def ask(client, task):
     client.responses.create(model="m", input=f"I am {task['n']}")
-def work():
-    while job := JOBS.get():
-        ask(*job)
-        JOBS.task_done()
-def in_a_fork(task):
+def note(pid):
+    open(os.environ["PIDS"], "a").write(f"{pid}\\n")
+def a_process(task):
+    env = os.environ | {"SAY": f"I am {task['n']}"}
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=env)
+def a_worker_thread(task):
+    def work():
+        while job := JOBS.get():
+            ask(*job)
+            JOBS.task_done()
+    threading.Thread(target=work, daemon=True).start()
+    JOBS.put((MADE, task))
+    JOBS.join()
+def a_fork(task):
     if not (pid := os.fork()):
         ask(OpenAI(), task)
         os._exit(0)
     os.waitpid(pid, 0)
-def note(pid):
-    open(os.environ["PIDS"], "a").write(f"{pid}\\n")
 def detached(task):
     "A process that leaves its group, and asks on for ever."
     answered, says = os.pipe()
@@ -391,58 +367,34 @@ def left_behind(task):
     note(subprocess.Popen(["sleep", "600"]).pid)
     note(os.getpid())
     threading.Thread(target=lambda: [ask(MADE, task) for _ in range(9)]).start()
-async def in_an_executor(task):
+async def an_executor(task):
     async with LOCK:
         await asyncio.get_running_loop().run_in_executor(None, ask, MADE, task)
     await AsyncOpenAI().responses.create(model="m", input=f"I am {task['n']}")
-ASYNC def run(task, client):
-    ask(client, task)
-    BODY
     return 1.0
+WAYS = [a_process, a_worker_thread, left_behind, an_executor]
+if hasattr(os, "fork"):
+    WAYS += [a_fork, detached]
+def run(task, client):
+    ask(client, task)
+    return WAYS[task["n"] % len(WAYS)](task) or 1.0
 '''
-WAYS = {  # in which a program asks for its episode
-    "a process": "subprocess.run([sys.executable, '-c', SCRIPT], check=True, "
-    "env=os.environ | {'SAY': f'I am {task[\"n\"]}'})",
-    "an async program": "await in_an_executor(task)",
-    "a worker thread": "threading.Thread(target=work, daemon=True).start(); "
-    "JOBS.put((MADE, task)); JOBS.join()",
-    "a fork": "in_a_fork(task)",
-    "a detached child": "detached(task)",
-    "what goes on after it": "left_behind(task)",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_request_is_of_its_own_episode(policy, write, tmp_path, monkeypatch, way):
-    if not hasattr(os, "fork") and way in ("a fork", "a detached child"):
-        pytest.skip("this system has no fork")
+def test_every_request_is_of_its_own_episode(policy, write, tmp_path, monkeypatch):
+    """Whoever asks: a process, a fork, a thread, what goes on after the end of the program."""
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    program = ASKING.replace("BODY", WAYS[way]).replace("ASYNC ", "async " * ("await" in WAYS[way]))
-    for rollout in collect(policy, write(program), 6, max_tokens=2):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which is not asked
+    env, spec = make(spec := write(ASKING)), spec
+    ways = {draw(seed, env.train, env.test)["n"] % 12: seed for seed in range(999)}
+    for rollout in collect(policy, spec, [*ways.values()], max_tokens=2):
         assert (rollout.error, rollout.episode_return) == ("", 1.0) and len(rollout.turns) >= 2
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
-        said = {m["content"] for m in rollout.messages if m["role"] == "user"}
-        assert said == {f"I am {n}"}
-    if way in ("a detached child", "what goes on after it"):
-        for pid in (tmp_path / "pids").read_text().split():
-            wait_for_the_end_of(int(pid))
-
-
-def test_a_program_waits_for_the_slowest_one_so_that_a_run_repeats(policy, write):
-    """The samplers get the requests of a round in one piece, whatever time each program takes."""
-    spec = write("""
-import time
-def run(task, client):
-    for turn in range(2):
-        time.sleep(0.05 * ((task["n"] + turn) % 3))
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    return 1.0
-""")
-    sampler, sizes = TorchSampler(policy), []
-    step = sampler.step
-    sampler.step = lambda: sizes.append(len(sampler.waiting)) or step()
-    collect(policy, spec, 6, max_tokens=1, sampler=sampler)
-    assert sizes == [6, 6]
+        assert {m["content"] for m in rollout.messages if m["role"] == "user"} == {f"I am {n}"}
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(ways) == 12 and len(pids) >= 4
+    for pid in pids:
+        wait_for_the_end_of(int(pid))
 
 
 def test_a_request_stays_within_the_limits_of_the_run_and_its_own(policy, write):
@@ -474,138 +426,108 @@ def run(task, client):
     assert ends == {"stop", "length"}
 
 
-def test_a_prompt_needs_room_for_a_token(policy, write):
-    spec = write(ONE_REQUEST)
-    [rollout] = collect(policy, spec, 1)
-    policy.max_length = len(rollout.turns[0].prompt_ids) + 1
-    [rollout] = collect(policy, spec, 1)
-    assert [len(turn.completion_ids) for turn in rollout.turns] == [1]
-    policy.max_length -= 1
-    assert "tokens do not fit into" in collect(policy, spec, 1)[0].error
+def asking(*texts, **body):
+    """A request whose messages are of the user and the assistant in turn."""
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return endpoint.Ask(None, body, messages, [])
 
 
 def test_of_answers_that_read_alike_the_one_that_is_sent_back_goes_on(policy):
     known, rollout = programs.Conversations(Renderer(policy)), Rollout("", "", 0, 0)
     ids_of = lambda text: [*policy.tokenizer.encode(text), policy.end_of_turn_id]  # noqa: E731
-
-    def ask(*texts):
-        roles = ("user", "assistant", "user")[: len(texts)]
-        said = [{"role": role, "content": text, "calls": [], "thought": ""}
-                for role, text in zip(roles, texts, strict=True)]  # fmt: skip
-        made = endpoint.Ask(None, {"n": 2}, said, [])
-        return made, known.prompt(made)
-
-    made, prompt = ask("?")
+    prompt = known.prompt(made := asking("?", n=2))
     for text in ("x", " x"):
         ids = ids_of(text)
         known.add(made, prompt, Completion(ids, [-1.0] * len(ids), text, "stop"), rollout)
     for sent, text in (("x", "x"), (" x", " x"), ("x\n", " x")):  # the latest, if it is neither
         begun = prompt.ids + ids_of(text)
-        assert ask("?", sent, "on")[1].ids[: len(begun)] == begun
-
-
-def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):
-    spec = write("""
-def run(task, client):
-    def ask(messages):
-        answer = client.chat.completions.create(model="m", messages=messages)
-        messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
-    main = [{"role": "user", "content": "main"}]
-    ask(main)
-    ask([{"role": "user", "content": "another"}])
-    ask(main)
-    return {"reward": 100, "turns": [1, 2, 3]}
-""")
-    for rollout in collect(policy, spec, 6):
-        first, _, third = (turn.prompt_ids for turn in rollout.turns)
-        assert third[: len(first)] == first
-        assert [turn.reward for turn in rollout.turns] == [1, 2, 103]
-        assert len(to_tokens([rollout]).sequences) == 2
-
-
-def test_a_reset_ends_the_program_of_the_episode_before(write, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    note = 'open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")\n    client.chat'
-    env = make(write("import os\n" + ONE_REQUEST.replace("client.chat", note)))
-    for number in (1, 2):
-        env.reset(number)
-        *ended, pid = map(int, (tmp_path / "pids").read_text().split())
-        for other in ended:
-            wait_for_the_end_of(other)
-    env.close()
-    wait_for_the_end_of(pid)
+        assert known.prompt(asking("?", sent, "on")).ids[: len(begun)] == begun
+    policy.max_length = len(prompt.ids) + 1  # it needs room for a token
+    assert known.prompt(made).ids == prompt.ids
+    policy.max_length -= 1
+    with pytest.raises(endpoint.Refused, match="tokens do not fit into"):
+        known.prompt(made)
 
 
 def test_the_schema_of_an_answer_is_in_the_prompt(policy):
     schema = {"type": "object", "properties": {"né": {"type": "number"}}}
-    wanted = {"type": "json_schema", "name": "x", "schema": schema}
-    for body, count in (
-        ({"response_format": {"type": "json_schema", "json_schema": wanted}}, 1),
-        ({"text": {"format": wanted}}, 1),  # of the responses API
-        ({"response_format": {"type": "text"}}, 0),
-    ):
-        asked = {"role": "user", "content": "?", "calls": [], "thought": ""}
-        ask = endpoint.Ask(None, body, [asked], [])
-        prompt = programs.Conversations(Renderer(policy)).prompt(ask)
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for form, count in ((wanted, 1), ({"type": "text"}, 0)):
+        prompt = programs.Conversations(Renderer(policy)).prompt(asking("?", response_format=form))
         text = policy.tokenizer.decode(prompt.ids)
         assert text.count('{"type": "object", "properties": {"né": {"type": "number"}}}') == count
+
+
+def test_a_reset_begins_anew(write, tmp_path, monkeypatch):
+    """The program of the episode before is ended."""
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    env = make(
+        write("""
+import os
+def run(task, client):
+    open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+""")
+    )
+    for seed in EVAL_SEEDS[:2]:
+        env.reset(seed)
+        assert env.asks and not env.over_limit
+        env.over_limit = True
+        *ended, last = map(int, (tmp_path / "pids").read_text().split())
+        for pid in ended:
+            wait_for_the_end_of(pid)
+    env.close()
+    wait_for_the_end_of(last)
 
 
 COMMANDS = {  # program in Python, the error of its episode, or the reward
     "print('a line'); print(json.dumps({'reward': 0.5, 'cost': len(text)}))": 0.5,
     "print(subprocess.Popen(['sleep', '600']).pid, file=open('child', 'a')); print(1)": 1.0,
-    "print('well done')": 0.0,
-    "sys.exit('no wood')": 0.0,
-    "print('no wood', file=sys.stderr); sys.exit(75)": "EnvFailure: ",
+    "print('well done')": -1.0,
+    "sys.exit('no wood')": -1.0,
+    "print('no wood', file=sys.stderr); sys.exit(75)": "code 75: no wood",
 }
 
 
-@pytest.mark.parametrize("statement", COMMANDS)
-def test_a_command_of_any_language(policy, write, tmp_path, monkeypatch, statement):
+def test_a_command_of_any_language(policy, write, tmp_path, monkeypatch):
+    """Its endpoint has an address of its own, as containers need."""
     monkeypatch.chdir(tmp_path)
+    host = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
     (tmp_path / "agent.py").write_text(f"""
 import json, os, subprocess, sys, urllib.request
-task = json.load(sys.stdin)
+task, url = json.load(sys.stdin), os.environ["OPENAI_BASE_URL"]
+assert url.startswith("http://{host}:")
 body = json.dumps({{"model": "m", "messages": [{{"role": "user", "content": str(task["n"])}}]}})
 headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body.encode(), headers)
+request = urllib.request.Request(url + "/chat/completions", body.encode(), headers)
 text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-{statement}
+exec({[*COMMANDS]}[task["n"] % {len(COMMANDS)}])
 """)
     command = f"{sys.executable} {tmp_path}/agent.py"
-    wanted = COMMANDS[statement]
-    for rollout in collect(policy, write("", run="", command=command), 2):
+    env = make(spec := write("", run="", command=command, host=host, error_reward=-1))
+    seeds = {draw(s, env.train, env.test)["n"] % len(COMMANDS): s for s in range(999)}
+    rollouts = collect(policy, spec, [seeds[n] for n in range(len(COMMANDS))])
+    for rollout, wanted in zip(rollouts, COMMANDS.values(), strict=True):
+        assert len(rollout.turns) == 1
         if isinstance(wanted, str):
-            assert rollout.error.startswith(wanted) and len(rollout.turns) == 1
-            assert "code 75: no wood" in rollout.error
+            assert rollout.error.startswith("EnvFailure: ") and wanted in rollout.error
         else:
             assert (rollout.error, rollout.episode_return) == ("", wanted)
-    if "Popen" in statement:  # its children end with it
-        children = [int(line) for line in Path("child").read_text().split()]
-        assert len(children) == 2
-        for pid in children:
-            wait_for_the_end_of(pid)
-
-
-def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(policy, write):
-    if sys.platform != "linux":
-        pytest.skip("there is no address 127.0.0.2")
-    program = ONE_REQUEST.replace("1.0", "float(client.base_url.host == '127.0.0.2')")
-    [rollout] = collect(policy, write(program, host="127.0.0.2"), 1)
-    assert (rollout.error, rollout.episode_return) == ("", 1.0)
+    wait_for_the_end_of(int((tmp_path / "child").read_text()))  # it ends with the program
 
 
 @pytest.mark.parametrize("options, reason", [
-    ({"run": ""}, "name either run"), ({"data": ""}, "set data="), ({"timeout": 0}, "timeout must"),
-    ({"command": "true"}, "name either run"), ({"zero_on": "Typo"}, "Typo"),
-    ({"zero_on": "os.sep"}, "no exc"), ({"error_reward": "nan"}, "nan"),
+    ({"run": ""}, "name either run"), ({"data": ""}, "set data="), ({"zero_on": "Typo"}, "Typo"),
+    ({"command": "true"}, "name either run"), ({"error_reward": "nan"}, "nan"),
     ({"host": "0.0.0.0"}, "no single address"),
-    ({"host": "192.0.2.1"}, "host=192.0.2.1: .*; name an IPv4 address"),
+    ({"host": "192.0.2.1"}, "host=192.0.2.1: .*; name an address"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(write, options, reason):
     with pytest.raises(UsageError, match=reason):
         make(write("def run(task): pass", **options))
+    with pytest.raises(UsageError, match="no exception"):
+        worker.exception("os.sep")
 
 
 @pytest.mark.parametrize("name", [

@@ -43,7 +43,6 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     """One episode of a program, from its first request to its reward."""
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
-    say_once = collector.say_once
     agent = collector.join(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     while program.asks:
@@ -53,12 +52,10 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                 prompt = known.prompt(ask)
                 if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:
                     limit = f"the episode has had its {collector.max_turns} turns (--max-turns)"
-                    raise Refused(400, limit, "max_turns")
-            except Refused as error:
-                program.refuse(ask, str(error), error.code)
-                continue
-            except (UsageError, TypeError, RecursionError) as error:  # of the template
-                ask.refuse(400, str(error))
+                    raise Refused(limit, "max_turns")
+            except (Refused, UsageError, TypeError, RecursionError) as error:
+                program.over_limit |= isinstance(error, Refused)  # else it is of the template
+                ask.refuse(error)
                 continue
             for _ in range(ask.n):
                 stream = known.stream(agent.stream, prompt.ids)
@@ -74,14 +71,18 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
             if completion.finish_reason == "error":
                 raise EnvFailure(completion.text)
-            known.answer(ask, prompt, completion, rollout)
+            prompt.choices.append(known.add(ask, prompt, completion, rollout))
+            if len(prompt.choices) == ask.n:
+                ask.reply(prompt.choices, len(prompt.ids))
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
-    if broken := program.error:
-        text = error_text(broken).removeprefix("ProgramError: ")
-        line = (f"an agent ended with {text}; such episodes earn the lowest reward. "
-                "If the policy is not the cause, correct it, or raise environments.base.EnvFailure"
-                )  # fmt: skip
-        say_once(line, text.partition(":")[0])
+    if program.error:
+        text = error_text(program.error).removeprefix("ProgramError: ")
+        if (kind := text.partition(":")[0]) not in collector.said:
+            collector.said.add(kind)
+            collector.say(
+                f"an agent ended with {text}; such episodes earn the lowest reward. If the policy "
+                "is not the cause, correct it, or raise environments.base.EnvFailure"
+            )
     if len(program.turns) > len(rollout.turns):
         raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
     for turn, reward in zip(rollout.turns, program.turns, strict=False):
@@ -116,10 +117,10 @@ class Conversations:
         Raises UsageError if the template refuses them, and Refused for more than fits into the
         context.
         """
-        tokenizer, messages, limit = self.policy.tokenizer, ask.messages, self.policy.max_length
-        key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(reads_like, messages))
-        chat = [*map(as_openai_writes_it, messages)]
-        whole = chat
+        tokenizer, limit = self.policy.tokenizer, self.policy.max_length
+        messages: list[Any] = ask.messages
+        whole = chat = [clean_message(message) for message in messages]
+        key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(reads_like, chat))
         if ask.schema:
             schema = SCHEMA.format(json.dumps(ask.schema, ensure_ascii=False))
             whole = with_system(tokenizer, whole, schema, last=True)
@@ -136,8 +137,8 @@ class Conversations:
             stop_ids = self.policy.stop_ids
             ids = next_prompt_ids(tokenizer, ids, chat[end:], stop_ids, ask.tools)
         if len(ids) >= limit:
-            reason = f"{len(ids)} tokens do not fit into {limit}"
-            raise Refused(400, f"{reason} (--max-model-len)", "context_length_exceeded")
+            reason = f"{len(ids)} tokens do not fit into {limit} (--max-model-len)"
+            raise Refused(reason, "context_length_exceeded")
         return Prompt(ids, without_tools(tokenizer, whole, ask.tools), chat[end:], key)
 
     def stream(self, agent: int, ids: list[int]) -> int:
@@ -149,22 +150,16 @@ class Conversations:
         self.asked[checksum] += 1
         return derive_seed(agent, checksum, self.asked[checksum])
 
-    def answer(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> None:
-        """Adds a completion to the answer, and sends that once it has as many as were asked for."""
-        prompt.choices.append(self.add(ask, prompt, completion, rollout))
-        if len(prompt.choices) == ask.n:
-            ask.reply(prompt.choices, len(prompt.ids))
-
     def add(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> Choice:
         """Makes a turn of a completion, and the answer to the request."""
         choice = self.choice(ask, completion, f"{ask.id[:8]}{len(rollout.turns)}")
-        answer = {"role": "assistant", "content": choice.content, "calls": choice.calls,
-                  "thought": choice.thought}  # fmt: skip
-        alike, ids = self.known[*prompt.key, reads_like(answer)], prompt.ids + completion.token_ids
+        answer: Any = choice.message
+        ids = prompt.ids + completion.token_ids
+        alike = self.known[*prompt.key, reads_like(clean_message(answer))]
         alike.pop(exactly(answer), None)  # so that the latest is the last
         alike[exactly(answer)] = ids
-        told = rollout.for_log.get("tools", [])
-        rollout.for_log["tools"] = [*dict.fromkeys([*told, *map(name_of, ask.tools)])]
+        tools = rollout.for_log.setdefault("tools", [])
+        tools += [name for name in map(name_of, ask.tools) if name not in tools]
         rollout.turns.append(
             Turn(prompt.ids, completion.token_ids, completion.logprobs, completion.finish_reason,
                  kept_ids=completion.kept_ids)
@@ -178,45 +173,33 @@ class Conversations:
         tokenizer, text = self.policy.tokenizer, completion.text
         for stop in ask.stop:
             text = text.partition(stop)[0]
-        found = read_calls(tokenizer, text) if ask.tools else []
-        calls = [(f"call_{number}_{i}", call.name, json.dumps(call.arguments, ensure_ascii=False))
-                 for i, call in enumerate(found) if call.name]  # fmt: skip
         content = spoken(text)
-        thought = text[: len(text) - len(content)] if END_OF_THOUGHT in text else ""
-        if calls:  # the text before them
-            content = content.partition(OPENING)[0].strip()
-        reason = "tool_calls" if calls else completion.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if END_OF_THOUGHT in text:
+            message["reasoning_content"] = text[: len(text) - len(content)].strip()
+        calls = []
+        for name, arguments in read_calls(tokenizer, text) if ask.tools else ():
+            if name:  # else it cannot be read
+                function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                call_id = f"call_{number}_{len(calls)}"
+                calls.append({"id": call_id, "type": "function", "function": function})
+        if calls:
+            before = content.partition(OPENING)[0].strip()
+            message |= {"content": before or None, "tool_calls": calls}
         texts = [""] * len(completion.token_ids)
         if ask.body.get("logprobs"):
             texts = [str(tokenizer.decode([i])) for i in completion.token_ids]
         tokens = list(zip(texts, completion.logprobs, strict=True))
-        return Choice(content, reason, tokens, calls, thought.strip())
+        return Choice(message, "tool_calls" if calls else completion.finish_reason, tokens)
 
 
-def as_openai_writes_it(message: dict[str, Any]) -> Message:
-    """A message of a request, with its calls in OpenAI's form."""
-    functions = [{"name": n, "arguments": as_dict(text)} for _, n, text in message["calls"]]
-    calls: list[dict[str, Any]] = [{"function": function} for function in functions]
-    role, content = message["role"], message["content"]
-    return clean_message({"role": role, "content": content, "tool_calls": calls})
-
-
-def reads_like(message: dict[str, Any]) -> str:
+def reads_like(message: Message) -> str:
     """What stays of a message when a client sends it back; else it was edited."""
-    calls = [(name, as_dict(arguments)) for _, name, arguments in message["calls"]]
-    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True)
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return json.dumps([message["role"], message["content"].strip(), functions], sort_keys=True)
 
 
 def exactly(answer: dict[str, Any]) -> Key:
     """What tells answers that read alike apart: the ids of calls, or the text and the thought."""
-    ids = tuple(call_id for call_id, _, _ in answer["calls"])
-    return ids or (answer["content"], answer["thought"])
-
-
-def as_dict(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; text that is no JSON object is one argument."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
+    ids = tuple(call.get("id", "") for call in answer.get("tool_calls") or ())
+    return ids or (answer["content"], answer.get("reasoning_content") or "")

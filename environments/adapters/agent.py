@@ -16,10 +16,8 @@ FILE:LINE of the row.
 
 import json
 import os
-import socket
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -35,17 +33,12 @@ from environments.base import (
     RunInfo,
     Step,
     UsageError,
-    check_range,
     checked_step,
 )
 from environments.plumbing import processes
-from environments.plumbing.dataset import Row
 from environments.plumbing.options import split_words
 from environments.plumbing.worker import EX_TEMPFAIL, libraries_of
 from environments.rewarded import begin_run, draw, load
-
-POLL = 0.5  # seconds between two looks of a call at its program
-MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
 
 
 class ProgramError(Exception):
@@ -72,26 +65,22 @@ class Program(Env):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
         if not data:
             raise UsageError("set data=FILE.jsonl: a task in each line")
-        check_range("timeout", timeout, 0.001, 1_000_000)
         self.arguments, self.alone = split_words(command), alone
         self.libraries: tuple[str, ...] = ()
         self.train, self.test, _ = load(data, "", config, split)
         self.error_reward, self.timeout, self.host = error_reward, timeout, host
         try:
-            if socket.gethostbyname(host) == "0.0.0.0":  # all: no program can ask there
-                raise OSError(0, "that is no single address")
             endpoint.shared(host)
         except OSError as error:
-            raise UsageError(f"host={host}: {error.strerror}; name an IPv4 address of this "
-                             "machine") from None  # fmt: skip
+            raise UsageError(f"host={host}: {error}; name an address of this machine") from None
         if run:
             self.arguments, self.libraries = [run, *zero_on], libraries_of(run)
             check_program(run, zero_on)
-        self.session: Session | None = None  # of the present program
+        self.session: Any = None  # of the present program
         self.asks: list[Ask] = []  # that wait for an answer; none: the program has ended
         self.error: Exception | None = None  # why the episode earned `error_reward`
         self.turns: list[float] = []  # the rewards of single answers, at the end
-        self.over_limit = False  # a request was refused: see `refuse`
+        self.over_limit = False  # a request was refused, which cuts the episode
 
     @classmethod
     def begin_run(cls, info: RunInfo) -> None:
@@ -102,7 +91,11 @@ class Program(Env):
         self.close()
         row = draw(seed, self.train, self.test)
         self.turns, self.over_limit, self.error, self.place = [], False, None, row.place
-        self._start(row, seed)
+        self.session = session = endpoint.shared(self.host).open()
+        task = {"task": row, "seed": seed} if self.libraries else row
+        self.files, self.process = started(session, task, self.arguments, self.libraries)
+        process = self.process
+        threading.Thread(target=lambda: session.end(process.wait()), daemon=True).start()
         if not self._wait():
             self._outcome()  # raises: nothing was answered
         return [{"role": m["role"], "content": m["content"]} for m in self.asks[0].messages]
@@ -112,17 +105,13 @@ class Program(Env):
         step's message is the last one of the next request."""
         for ask in self.asks:
             if not ask.outcome.done():
-                ask.reply([Choice(response, "stop", [])] * ask.n, 0)
+                answer = {"role": "assistant", "content": response}
+                ask.reply([Choice(answer, "stop", [])] * ask.n, 0)
         if not self._wait():
             return self._outcome()
         last = self.asks[0].messages[-1]
         message: Message = {"role": last["role"], "content": last["content"][:MAX_MESSAGE]}
         return Step(message, 0.0, False, {"correct": False, "agent_error": 0})
-
-    def refuse(self, ask: Ask, reason: str, code: str) -> None:
-        """Refuses a request beyond a limit, which cuts the episode."""
-        self.over_limit = True
-        ask.refuse(400, reason, code)
 
     def close(self) -> None:
         """Ends the program and its children."""
@@ -130,35 +119,20 @@ class Program(Env):
             self.session.close()
             self.process.kill()
 
-    def _start(self, row: Row, seed: int) -> None:
-        """Starts the process of an episode. Raises EnvFailure."""
-        self.session = session = endpoint.shared(self.host).open()
-        task = {"task": row, "seed": seed} if self.libraries else row
-        self.files, self.process = started(session, task, self.arguments, self.libraries)
-        process = self.process
-        threading.Thread(target=lambda: session.end(process.wait()), daemon=True).start()
-
     def _wait(self) -> bool:
         """Waits for requests; False once the program has ended. Raises TimeoutError."""
-        session, since = self.session, time.monotonic()
-        assert session
-        try:
-            while (found := session.receive(POLL)) == []:
-                if len(refusals := session.refusals) > MAX_REFUSED:
-                    raise TimeoutError(f"{MAX_REFUSED} requests got no answer: {refusals[-1]}")
-                if time.monotonic() - since > self.timeout:
-                    raise TimeoutError(f"the program did nothing for {self.timeout:g} seconds")
-        except BaseException:
-            self.close()
-            raise
-        self.asks = found or []
-        return found is not None
+        asks, refusals = self.session.receive(self.timeout), self.session.refusals
+        if len(refusals) > endpoint.MAX_REFUSED:
+            raise TimeoutError(f"{len(refusals)} requests got no answer: {refusals[-1]}")
+        if asks == []:
+            raise TimeoutError(f"the program did nothing for {self.timeout:g} seconds")
+        self.asks = asks or []
+        return asks is not None
 
     def _outcome(self) -> Step:
         """The last step. Raises what went wrong, unless the policy caused it."""
         self.close()
         session = self.session
-        assert session
         try:
             result = result_of(self.arguments[0], session.code, self.files, bool(self.libraries))
             if not session.has_answer:
@@ -198,8 +172,8 @@ def started(
     files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
     files[0].write(json.dumps(task).encode() + b"\n")
     files[0].seek(0)
-    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")  # asked without a proxy
-    hosts = hosts if hosts == "*" else f"{hosts},{session.endpoint.host}".lstrip(",")
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    hosts = f"{hosts},{session.endpoint.host}"  # is asked without a proxy
     variables = {"OPENAI_BASE_URL": session.endpoint.url, "OPENAI_API_KEY": session.key,
                  "no_proxy": hosts, "NO_PROXY": hosts}  # fmt: skip
     return files, processes.start(files, variables, arguments, libraries)
@@ -207,15 +181,15 @@ def started(
 
 def result_of(name: str, code: int, files: list[IO[bytes]], is_function: bool) -> Any:
     """What a function returned or a command printed. Raises ProgramError, or EnvFailure."""
-    said = processes.last_lines(files[2])
-    text = f"{name} ended with code {code}: {' | '.join(said[-3:])}"
-    if is_function and said and code in (1, EX_TEMPFAIL):  # as worker.main says
-        text = said[-1]
     if code:
+        errors = processes.last_lines(files[2])
+        text = f"{name} ended with code {code}: {' | '.join(errors[-3:])}"
+        if is_function and errors and code in (1, EX_TEMPFAIL):  # worker.main has said why
+            text = errors[-1]
         raise (EnvFailure if code == EX_TEMPFAIL else ProgramError)(text[:500])
-    last = processes.last_lines(files[1])[-1:]
-    with suppress(ValueError, RecursionError):
-        return json.loads(last[0] if last else "")
+    last = ["", *processes.last_lines(files[1])][-1]
+    with suppress(ValueError):
+        return json.loads(last)
     raise ValueError(f"the last line of {name} is no reward as JSON: {last}"[:300])
 
 

@@ -9,9 +9,8 @@ and `Session.receive` returns what programs with that key wait for. The server's
 and writes HTTP; who answers is not its business. An answer is complete before any of it is sent, so
 a stream is one chunk. Errors have OpenAI's form and status.
 
-Messages are normalized: dicts with a role, a content of text, `calls` [(id, name, arguments as JSON
-text)] of an answer, the `call_id` that a result belongs to, and the `thought` of an answer. The
-Responses API is translated to chat completions, and their answers to its own.
+Messages have the form of chat completions, with a content of text. The Responses API is translated
+to chat completions, and their answers to its own.
 """
 
 import asyncio
@@ -20,7 +19,6 @@ import queue
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -35,22 +33,20 @@ from starlette.responses import Response
 
 HOST = "127.0.0.1"
 Json = dict[str, Any]
-OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
-MAX_CHOICES = 128  # `n` of a request
 FILES = 4096  # for programs: each has two sockets for a connection, and what it opens
-LIMITS = "max_completion_tokens", "max_tokens", "max_output_tokens"
+MAX_REFUSED = 100  # requests of a session; then nobody waits for more
+LIMITS = "max_completion_tokens", "max_tokens"
+ROLES = "system", "user", "assistant", "tool"
 # What the policy cannot do
-UNSUPPORTED = {"functions", "function_call", "audio", "conversation", "prompt", "background"}
-ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
-         "tool": "tool"}  # fmt: skip
+UNSUPPORTED = {"functions", "conversation", "prompt", "background"}
 
 
 class Refused(Exception):
     """A request that gets an error in place of an answer."""
 
-    def __init__(self, status: int, message: str, code: str = "invalid_request"):
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400):
         super().__init__(message)
-        self.status, self.code = status, code
+        self.code, self.status = code, status
 
 
 @dataclass
@@ -58,11 +54,9 @@ class Choice:
     """One answer to a request. `tokens`: the log-prob of each sampled token, and its text, which is
     "" unless the request wants log-probs."""
 
-    content: str
+    message: Json
     finish_reason: str  # stop, length or tool_calls
     tokens: list[tuple[str, float]]
-    calls: list[OpenAICall] = field(default_factory=list)
-    thought: str = ""
 
 
 @dataclass(eq=False)
@@ -72,23 +66,20 @@ class Ask:
     session: "Session"
     body: Json
     messages: list[Json]
-    tools: list[Json]  # JSON schemas, in the form of chat completions
+    tools: list[Json]
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     outcome: Future[Json] = field(default_factory=Future)  # a chat completion, or Refused
 
     def __post_init__(self) -> None:
-        stop, body = self.body.get("stop") or [], self.body
+        body, stop = self.body, self.body.get("stop") or []
         self.n = int(body.get("n") or 1)
         self.stop = [f"{text}" for text in ([stop] if isinstance(stop, str) else stop) if text]
-        # the smallest limit that the request names
         limits = [int(body[name]) for name in LIMITS if body.get(name) is not None]
         self.max_tokens: int | None = min(limits, default=None)
-        text = body.get("text") or {}
-        wanted: Json = body.get("response_format") or text.get("format") or {}
+        if min([self.n, *limits]) < 1:
+            raise ValueError("n and a limit of tokens are at least 1")
         # the JSON schema that the answer is to have
-        self.schema: Json | None = wanted.get("json_schema", wanted).get("schema")
-        if not 1 <= self.n <= MAX_CHOICES or min(limits, default=1) < 1:
-            raise ValueError(f"n is from 1 to {MAX_CHOICES}, and a limit of tokens at least 1")
+        self.schema = (body.get("response_format") or {}).get("json_schema", {}).get("schema")
         if not isinstance(self.schema or {}, dict):
             raise TypeError("a JSON schema must be an object")
 
@@ -98,17 +89,18 @@ class Ask:
         with suppress(InvalidStateError):  # the episode has ended
             self.outcome.set_result(chat_completion(self, choices, num_prompt_tokens))
 
-    def refuse(self, status: int, message: str, code: str = "invalid_request") -> None:
+    def refuse(self, error: Exception) -> None:
         """Sends an error."""
         with suppress(InvalidStateError):
-            self.outcome.set_exception(Refused(status, message, code))
+            is_refused = isinstance(error, Refused)
+            self.outcome.set_exception(error if is_refused else Refused(str(error)))
 
 
 class Session:
     """The requests with one API key. It ends with `close`; then the key is unknown."""
 
-    def __init__(self, endpoint: "Endpoint", key: str):
-        self.endpoint, self.key = endpoint, key
+    def __init__(self, endpoint: "Endpoint"):
+        self.endpoint, self.key = endpoint, f"sk-{secrets.token_hex(16)}"
         self.inbox = queue.SimpleQueue[Ask | None]()
         self.waiting = set[Ask]()  # for their answer
         self.responses: dict[str, list[Json]] = {}  # conversations, by the id of their last answer
@@ -117,33 +109,44 @@ class Session:
         self.refusals: list[str] = []  # why requests were refused
 
     def receive(self, timeout: float) -> list[Ask] | None:
-        """What has been asked, after at most `timeout` seconds; None after `end`."""
-        found: list[Ask] = []
+        """What has been asked, [] if that is nothing in `timeout` seconds; None after `end`."""
+        asks: list[Ask] = []
         with suppress(queue.Empty):
-            while True:
-                ask = self.inbox.get(timeout=0 if found else timeout)
-                if ask is None:
-                    return None
-                found.append(ask)
-        return found
+            while ask := self.inbox.get(timeout=0 if asks else timeout):
+                asks.append(ask)
+            return None
+        return asks
 
     def end(self, code: int) -> None:
         """Lets `receive` return None: the program has ended."""
         self.code = code
         self.inbox.put(None)
 
+    async def answer(self, ask: Ask) -> Json:
+        """The chat completion, once it is there. Raises Refused if there will be none."""
+        self.waiting.add(ask)
+        try:
+            if self.key not in self.endpoint.sessions:
+                self.close()
+            self.inbox.put(ask)
+            return await asyncio.wrap_future(ask.outcome)
+        finally:
+            self.waiting.discard(ask)
+
     def close(self) -> None:
         """Makes the key invalid, and refuses what is still waiting."""
         self.endpoint.sessions.pop(self.key, None)
         for ask in [*self.waiting]:
-            ask.refuse(401, "the episode of this API key has ended", "episode_ended")
+            ask.refuse(Refused("the episode of this API key has ended", "episode_ended", 401))
 
 
 class Endpoint:
     """The server, in a thread. `host`: the address of this machine on which it listens."""
 
     def __init__(self, host: str = HOST):
-        """Raises OSError if the address is none of this machine."""
+        """Raises OSError if the address is none of this machine, or all of them."""
+        if host == "0.0.0.0":  # no program can ask there
+            raise OSError("that is no single address")
         self.sessions: dict[str, Session] = {}
         listener = socket.create_server((host, 0))
         # its connections inherit it; else the body of each answer waits for 40 ms
@@ -157,13 +160,13 @@ class Endpoint:
         # Mistakes of ours alone are shown: the terminal belongs to the run
         self.server = uvicorn.Server(uvicorn.Config(
             app, loop="asyncio", ws="none", lifespan="off", interface="asgi3", log_config=None,
-            log_level="error", access_log=False, timeout_keep_alive=600,
+            log_level="error", timeout_keep_alive=600,
         ))  # fmt: skip
         threading.Thread(target=self.server.run, args=([listener],), daemon=True).start()
 
     def open(self) -> Session:
         """A session with a key of its own."""
-        session = Session(self, f"sk-{secrets.token_hex(16)}")
+        session = Session(self)
         self.sessions[session.key] = session
         return session
 
@@ -173,11 +176,14 @@ class Endpoint:
         session = self.sessions.get(key)
         try:
             if session is None:
-                raise Refused(401, "this API key is that of no running episode", "invalid_api_key")
+                text = "this API key is that of no running episode"
+                raise Refused(text, "invalid_api_key", 401)
             return await response_to(session, request)
         except Refused as error:
             if session is not None:
                 session.refusals.append(str(error))
+                if len(session.refusals) > MAX_REFUSED:
+                    session.inbox.put(None)
             body = {"message": str(error), "type": "invalid_request_error", "code": error.code}
             return json_response({"error": body}, error.status)
 
@@ -200,19 +206,19 @@ async def response_to(session: Session, request: Request) -> Response:
     if path == "/v1/models":
         model = {"id": "picorl", "object": "model", "created": 0, "owned_by": "picorl"}
         return json_response({"object": "list", "data": [model]})
-    if request.method != "POST" or path not in ("/v1/chat/completions", "/v1/responses"):
-        raise Refused(404, f"{path:.60}: there is no such address", "not_found")
+    if path not in ("/v1/chat/completions", "/v1/responses"):
+        raise Refused(f"{path:.60}: there is no such address", "not_found", 404)
     is_response = path == "/v1/responses"
     try:
         body = json.loads(await request.body())
-        ask = read_ask(session, messages_of_response(session, body) if is_response else body)
+        ask = read_ask(session, chat_of_response(session, body) if is_response else body)
     except (TypeError, LookupError, AttributeError, ValueError) as error:
         kind = "" if type(error) is TypeError else f"{type(error).__name__}: "
-        raise Refused(400, f"{kind}{error}"[:300]) from None
-    answer = await answered(ask)
+        raise Refused(f"{kind}{error}"[:300]) from None
+    answer = await session.answer(ask)
     if is_response:
         session.responses[answer["id"]] = [*ask.body["kept"], answer["choices"][0]["message"]]
-        answer = response_object(body, answer)
+        answer = response_object(answer)
     if not body.get("stream"):
         return json_response(answer)
     if is_response:
@@ -228,24 +234,11 @@ def json_response(value: Json, status: int = 200) -> Response:
     return Response(json.dumps(value), status, media_type="application/json")
 
 
-async def answered(ask: Ask) -> Json:
-    """The chat completion, once it is there. Raises Refused if there will be none."""
-    session = ask.session
-    session.waiting.add(ask)
-    try:
-        if session.key not in session.endpoint.sessions:
-            raise Refused(401, "the episode of this API key has ended", "episode_ended")
-        session.inbox.put(ask)
-        return await asyncio.wrap_future(ask.outcome)
-    finally:
-        session.waiting.discard(ask)
-
-
 # Chat completions
 
 
 def read_ask(session: Session, body: Json) -> Ask:
-    """A request of chat completions in normal form. Raises what Python raises if it has none."""
+    """A request of chat completions. Raises what Python raises if it is none."""
     if wrong := [name for name in UNSUPPORTED if body.get(name)]:
         raise TypeError(f"{min(wrong)} is not supported")
     tools: list[Json] = [*(body.get("tools") or [])]
@@ -262,83 +255,63 @@ def read_ask(session: Session, body: Json) -> Ask:
 
 
 def message_of(message: Json) -> Json:
-    """A message in normal form. Raises TypeError if it is none of text."""
-    role = ROLES.get(message.get("role", ""))
-    if role is None or message.get("function_call"):
-        raise TypeError(f"a message with the role {message.get('role')!r:.40}, or a function_call")
-    calls = [call_of(c.get("id"), **c["function"]) for c in message.get("tool_calls") or []]
+    """A message with one text as its content. Raises TypeError for pictures and other roles."""
+    role = message.get("role")
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise TypeError(f"a message with the role {role!r:.40}")
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [content]
-    texts: list[Any] = [
-        p.get("text", p.get("refusal")) if isinstance(p, dict) else p for p in parts
-    ]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("only contents of text are supported")
-    return {"role": role, "content": "".join(texts), "calls": calls,
-            "call_id": f"{message.get('tool_call_id') or ''}",
-            "thought": message.get("reasoning_content") or ""}  # fmt: skip
-
-
-def call_of(call_id: Any, name: str, arguments: Any = None, **others: Any) -> OpenAICall:
-    """A call, whose arguments may be an object in place of its text."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-    return f"{call_id or ''}", name, text or "{}"
+    return message | {"role": role, "content": "".join(texts)}
 
 
 def in_order_of_calls(messages: list[Json]) -> list[Json]:
     """The messages, with the results of an answer's calls in the order of these calls."""
     ordered: list[Json] = []
-    place = {call_id: i for m in messages for i, (call_id, _, _) in enumerate(m["calls"])}
+    calls = [call for m in messages for call in m.get("tool_calls") or ()]
+    place = {call.get("id"): i for i, call in enumerate(calls)}
     for is_result, group in groupby(messages, lambda m: m["role"] == "tool"):
-        found = [*group]
-        ordered += sorted(found, key=lambda m: place.get(m["call_id"], 0)) if is_result else found
+        run = [*group]
+        if is_result:
+            run.sort(key=lambda m: place.get(m.get("tool_call_id"), 0))
+        ordered += run
     return ordered
 
 
 def chat_completion(ask: Ask, choices: list[Choice], num_prompt_tokens: int) -> Json:
     """The answer in the form of chat completions."""
-    found = []
+    entries = []
     for index, choice in enumerate(choices):
-        message: Json = {"role": "assistant", "content": choice.content, "refusal": None}
-        if choice.thought:
-            message["reasoning_content"] = choice.thought
-        if choice.calls:
-            message["content"] = choice.content or None
-            message["tool_calls"] = [
-                {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for i, name, arguments in choice.calls
-            ]
-        logprobs = None
+        entry = {"index": index, "message": choice.message, "finish_reason": choice.finish_reason}
         if ask.body.get("logprobs"):
-            logprobs = {"refusal": None, "content": [
-                {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
+            entry["logprobs"] = {"content": [
+                {"token": text, "logprob": logprob, "top_logprobs": []}
                 for text, logprob in choice.tokens]}  # fmt: skip
-        found.append({"index": index, "message": message, "logprobs": logprobs,
-                      "finish_reason": choice.finish_reason})  # fmt: skip
+        entries.append(entry)
     count = sum(len(choice.tokens) for choice in choices)
     usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": count,
              "total_tokens": num_prompt_tokens + count}  # fmt: skip
-    return {"id": f"chatcmpl-{ask.id}", "object": "chat.completion", "created": int(time.time()),
-            "model": f"{ask.body.get('model') or 'picorl'}", "choices": found,
+    return {"id": f"chatcmpl-{ask.id}", "object": "chat.completion", "created": 0,
+            "model": f"{ask.body.get('model') or 'picorl'}", "choices": entries,
             "usage": usage}  # fmt: skip
 
 
 def chat_chunk(answer: Json) -> Json:
-    """A complete answer as the one chunk of a stream."""
-    choices = []
+    """A complete answer, which it changes, as the one chunk of a stream."""
     for choice in answer["choices"]:
-        delta = dict(choice["message"])
-        calls = [{"index": i} | call for i, call in enumerate(delta.pop("tool_calls", []))]
-        delta |= {"tool_calls": calls} if calls else {}
-        rest = {key: choice[key] for key in ("index", "logprobs", "finish_reason")}
-        choices.append(rest | {"delta": delta})
-    return answer | {"object": "chat.completion.chunk", "choices": choices}
+        choice["delta"] = choice.pop("message")
+        for index, call in enumerate(choice["delta"].get("tool_calls", ())):
+            call["index"] = index
+    return answer | {"object": "chat.completion.chunk"}
 
 
 # The Responses API
 
 
-def messages_of_response(session: Session, body: Json) -> Json:
+def chat_of_response(session: Session, body: Json) -> Json:
     """A request of the Responses API as one of chat completions. `kept`: the messages without the
     instructions, which are of this request alone."""
     previous = body.get("previous_response_id") or ""
@@ -363,18 +336,20 @@ def messages_of_response(session: Session, body: Json) -> Json:
             raise TypeError(f"an item of the type {kind!r:.40} is not supported")
     tools = [{"type": tool["type"], "function": {k: v for k, v in tool.items() if k != "type"}}
              for tool in body.get("tools") or []]  # fmt: skip
-    told = body.get("instructions")
+    told, schema = body.get("instructions"), (body.get("text") or {}).get("format") or {}
     system = [{"role": "system", "content": told}] if told else []
-    return body | {"messages": system + messages, "kept": messages, "tools": tools, "n": 1}
+    return body | {"messages": system + messages, "kept": messages, "tools": tools, "n": 1,
+                   "max_tokens": body.get("max_output_tokens"),
+                   "response_format": {"json_schema": schema}}  # fmt: skip
 
 
-def response_object(body: Json, answer: Json) -> Json:
+def response_object(answer: Json) -> Json:
     """An answer in the form of the Responses API."""
     [choice], output = answer["choices"], list[Json]()
     text, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
     status = "incomplete" if choice["finish_reason"] == "length" else "completed"
     if text or not calls:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        part = {"type": "output_text", "text": text, "annotations": []}
         output.append({"type": "message", "id": f"msg_{answer['id']}", "role": "assistant",
                        "status": status, "content": [part]})  # fmt: skip
     for call in calls:
@@ -386,11 +361,11 @@ def response_object(body: Json, answer: Json) -> Json:
              "output_tokens_details": {"reasoning_tokens": 0},
              "total_tokens": counts["total_tokens"]}  # fmt: skip
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    return {"id": answer["id"], "object": "response", "created_at": answer["created"],
-            "status": status, "incomplete_details": incomplete, "model": answer["model"],
-            "output": output, "usage": usage, "tools": body.get("tools") or [],
-            "tool_choice": body.get("tool_choice") or "auto",
-            "parallel_tool_calls": True}  # fmt: skip
+    return {
+        "id": answer["id"], "object": "response", "created_at": 0, "status": status,
+        "incomplete_details": incomplete, "model": answer["model"], "output": output,
+        "usage": usage, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
+    }  # fmt: skip
 
 
 def response_events(answer: Json) -> Iterator[tuple[str, Json]]:
