@@ -9,7 +9,6 @@ ten seconds the terminal shows which line is at work, and Ctrl-C ends an endless
 """
 
 import argparse
-import copy
 import faulthandler
 import importlib.util
 import inspect
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from textwrap import indent
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -125,13 +124,13 @@ def check(exercise: Exercise, module: ModuleType) -> Verdict:
     name = exercise.name
     if not callable(vars(module).get(name)):
         return Verdict(exercise, "wrong", f"there is no function {name}")
-    answers = [ask(fact, module, name)[0] for fact in exercise.facts]
+    answers = [fact.answer(vars(module)[name]) for fact in exercise.facts]
     if any(isinstance(answer, NotImplementedError) for answer in answers):
         return Verdict(exercise, "not yet")
 
     def differences(function: Callable[..., Any]) -> Iterator[str]:
         for fact, answer in zip(exercise.facts, answers, strict=True):
-            yield difference(_answer(fact, name, function)[0], answer, fact.tolerance)
+            yield difference(_answer(fact, function), answer, fact.tolerance)
 
     solution = getattr(solutions, name)
     found = [*differences(solution)]
@@ -145,28 +144,13 @@ def check(exercise: Exercise, module: ModuleType) -> Verdict:
         return Verdict(exercise, "not yet")
     i = next(i for i, differs in enumerate(found) if differs)
     fact, actual = exercise.facts[i], answers[i]
-    expected, inputs = _answer(fact, name, solution)
-    rows = {"inputs": inputs, "expected": _format(expected), "actual": _format(actual)}
+    inputs = [_format(value) for value in fact.inputs]
+    named = zip(inspect.signature(solution).parameters, inputs, strict=False)
+    rows = {"inputs": "\n".join(f"{k} ={' ' if len(v) < 50 else chr(10)}{v}" for k, v in named)}
+    rows |= {"expected": _format(_answer(fact, solution)), "actual": _format(actual)}
     rows["differs"] = "" if isinstance(actual, Exception) else found[i]
     rows["cause"] = "; or: ".join(causes)
     return Verdict(exercise, "wrong", fact.statement, rows)
-
-
-def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> tuple[Any, str]:
-    """Returns the answer of `functions` to a fact, which may be an exception, and the inputs of the
-    first call of the function `name`."""
-    inputs: list[str] = []
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(map(_copy, args))  # a function may change its inputs in place
-        if not inputs:
-            given = inspect.signature(getattr(solutions, name)).bind(*args, **kwargs).arguments
-            texts = {key: _format(value) for key, value in given.items()}
-            inputs.extend(f"{k} =\n{v}" if "\n" in v else f"{k} = {v}" for k, v in texts.items())
-        return getattr(functions, name)(*args, **kwargs)
-
-    answer = fact.answer(SimpleNamespace(**{**vars(functions), name: record}))
-    return answer, "\n".join(inputs)
 
 
 def difference(expected: Any, actual: Any, tolerance: float | None) -> str:
@@ -232,17 +216,10 @@ def print_hint(exercise: Exercise, step: int = 1) -> None:
 
 
 @cache
-def _answer(fact: Fact, name: str, function: Callable[..., Any]) -> tuple[Any, str]:
-    """Returns what `ask` returns for the solutions, with `function` as exercise `name`."""
+def _answer(fact: Fact, function: Callable[..., Any]) -> Any:
+    """Returns the answer of a solution, or of one with a mistake."""
     with warnings.catch_warnings(action="ignore"):  # those of the mistakes
-        return ask(fact, SimpleNamespace(**{**vars(solutions), name: function}), name)
-
-
-def _copy(value: Any) -> Any:
-    """Returns a copy of a tensor, with its gradient, or of a list; anything else as it is."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return copy.deepcopy(value) if isinstance(value, list) else value
+        return fact.answer(function)
 
 
 def _kind(value: Any) -> str:

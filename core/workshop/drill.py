@@ -104,15 +104,15 @@ def updated(m: Any, epochs: int, rate: float, scale: float) -> Tensor:
 
 
 FACTS = (
-    Fact("the mask has an answer's tokens to its END, and END", answers),
-    Fact("log-probs are of softmax(logits before / TEMPERATURE)", lambda m: logprobs(m, 0)),
-    Fact("padding changes no log-prob", lambda m: logprobs(m, 2)),
-    Fact("advantages are (R - mean) / deviation of the own group", advantages, 2e-3),
-    Fact("at ratio 1 a gradient is -A / number of all tokens", lambda m: gradient(m, 1.0)),
-    Fact("beyond the clip only the way back has a gradient", lambda m: gradient(m, RATIOS)),
-    Fact("in a step an answer has its own advantage", lambda m: updated(m, 1, 0.1, 1.0), 0.01),
-    Fact("a step follows its own gradient", lambda m: updated(m, 2, 1e-3, 0.01), 2e-3),
-    Fact("π_old is of before the first step", lambda m: updated(m, 2, 0.01, 1.0), 0.01),
+    Fact("the mask has an answer's tokens to its END, and END", (), answers),
+    Fact("log-probs are of softmax(logits before / TEMPERATURE)", (0,), logprobs),
+    Fact("padding changes no log-prob", (2,), logprobs),
+    Fact("advantages are (R - mean) / deviation of the own group", (), advantages, 2e-3),
+    Fact("at ratio 1 a gradient is -A / number of all tokens", (1.0,), gradient),
+    Fact("beyond the clip only the way back has a gradient", (RATIOS,), gradient),
+    Fact("in a step an answer has its own advantage", (1, 0.1, 1.0), updated, 0.01),
+    Fact("a step follows its own gradient", (2, 1e-3, 0.01), updated, 2e-3),
+    Fact("π_old is of before the first step", (2, 0.01, 1.0), updated, 0.01),
 )
 
 

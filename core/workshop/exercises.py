@@ -1,11 +1,12 @@
 """The ten exercises of scratch.py: for each, the facts that must hold on small tensors.
 
-A fact calls a set of functions `f`: the participant's scratch.py, or the solutions in
-core/workshop/solutions.py, whose answer is the right one. The checker compares the two.
+A fact has the inputs of the function; the right answer is that of core/workshop/solutions.py. The
+checker compares a participant's with it.
 
 Hints come in three steps: a question, the idea, and the line of the solution.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +17,23 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
+def call(function: Any, *inputs: Any) -> Any:
+    return function(*inputs)
+
+
+@dataclass(frozen=True, eq=False)
 class Fact:
-    """One statement about an exercise, and how to check it."""
+    """One statement about a function, and how to check it."""
 
     statement: str  # what must be true, for the report
-    ask: Callable[[Any], Any]  # calls the functions `f` and returns their answer
+    inputs: tuple[Any, ...] = ()
+    ask: Callable[..., Any] = call  # (function, *inputs) -> its answer
     tolerance: float = 1e-4  # absolute and relative
 
-    def answer(self, functions: Any) -> Any:
-        """What `functions` answer; an exception is an answer, too."""
+    def answer(self, function: Any) -> Any:
+        """What `function` answers to a copy of the inputs; an exception is an answer, too."""
         try:
-            return self.ask(functions)
+            return self.ask(function, *copy.deepcopy(self.inputs))
         except Exception as error:
             return error
 
@@ -46,6 +52,8 @@ class Exercise:
     facts: tuple[Fact, ...]
 
 
+LOGITS = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+IDS = torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
 TURNS = [([5, 6, 7], [8, 2]), ([9, 9], [4, 2]), ([6], [3])]  # (context, completion)
 ONES = torch.ones(1, 1)
 ONE_TOKEN = torch.ones(1, 1, dtype=torch.bool)
@@ -57,51 +65,12 @@ MASK = torch.tensor([[False, True, True], [True, True, True]])
 INFINITE = LOGPROBS.masked_fill(~MASK, -torch.inf)
 INFINITE_OLD = OLD_LOGPROBS.masked_fill(~MASK, -torch.inf)
 INFINITE_ADVANTAGES = ADVANTAGES.masked_fill(~MASK, torch.inf)
-EPISODE = torch.tensor([[0.0, 1.0, 2.0], [0.5, 1.0, 4.0]])  # rewards, values
+EPISODE = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 1.0, 4.0])  # rewards, values
+ODDS = torch.tensor([[1.0, 1.0 + math.log(3)]]).expand(4000, 2), 0.5, 2  # temperature, seed
 REWARDS = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.5, 0.0]])
 SAMPLED = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]).bool()
 ONE_GROUP, TWO_GROUPS = torch.tensor([0, 0, 0]), torch.tensor([0, 1, 1])
 FACTORS = torch.tensor([[1.0], [2.0], [1.0]])
-
-
-def example_logits() -> tuple[Tensor, Tensor]:
-    """Returns logits [2, 4, 5] and token ids [2, 4]."""
-    logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
-    return logits.round(decimals=1), torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
-
-
-def gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    """Returns the gradient of the sum of `loss(at)`; zeros if the loss does not depend on `at`."""
-    at = at.clone().requires_grad_()
-    total = loss(at).sum()
-    if not total.requires_grad:  # a constant
-        return torch.zeros_like(at)
-    return torch.autograd.grad(total, at, materialize_grads=True)[0]
-
-
-def clipped_loss_of_one_token(ratio: float, advantage: float, f: Any) -> Any:
-    """Returns f.clipped_loss of one token with this ratio and advantage."""
-    return f.clipped_loss(ONES * math.log(ratio), ONES * 0, ONES * advantage, ONE_TOKEN)
-
-
-def draws(f: Any) -> tuple[Tensor, Tensor]:
-    """Returns ids and log-probs of 4,000 draws: odds of 1 to 3, temperature 0.5."""
-    logits = torch.tensor([[1.0, 1.0 + math.log(3)]]).expand(4000, 2)
-    return f.sample(logits, 0.5, torch.Generator().manual_seed(2))
-
-
-def mean_logprobs_of_ids(f: Any) -> Tensor:
-    """Returns the mean log-prob that the draws with id 0 and those with id 1 have: [2]."""
-    ids, logprobs = draws(f)
-    return torch.stack([logprobs[ids == token].mean() for token in (0, 1)])
-
-
-def compare_draws(f: Any) -> Tensor:
-    """Returns whether 64 draws are the same with a generator of the same seed, and in the next call
-    with the same generator: [2] bool."""
-    first, again = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
-    ids, same, later = (f.sample(torch.zeros(64, 2), 1.0, g)[0] for g in (first, again, first))
-    return torch.stack([(ids == same).all(), (ids == later).all()])
 
 
 class BigramModel(nn.Module):
@@ -116,17 +85,49 @@ class BigramModel(nn.Module):
         return self.scale * self.table[input_ids]
 
 
-def take_step(f: Any, scale: float = 30.0) -> tuple[float, Tensor, Tensor]:
-    """Takes a training step on a BigramModel with f.training_step. Returns the loss, the weights
-    and the gradient that remains."""
-    model = BigramModel(scale)
+BATCH = (
+    torch.tensor([[0, 1, 2, 4], [0, 1, 3, 4], [1, 2, 3, 4], [1, 2, 0, 4]]),
+    torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool(),
+    torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]),
+)  # fmt: skip
+STEP, SMALL_STEP = ((BigramModel(scale), "SGD", *BATCH) for scale in (30.0, 1.0))
+
+
+def gradient(function: Any, at: Tensor, *others: Any) -> Tensor:
+    """Returns the gradient of the sum of `function(at, *others)` by `at`; 0 if there is none."""
+    total = function(at.requires_grad_().clone(), *others).sum()
+    if not total.requires_grad:  # a constant
+        return torch.zeros_like(at)
+    return torch.autograd.grad(total, at, materialize_grads=True)[0]
+
+
+def draw(sample: Any, logits: Tensor, temperature: float, seed: int) -> Any:
+    return sample(logits, temperature, torch.Generator().manual_seed(seed))
+
+
+def mean_of_ids(sample: Any, *inputs: Any) -> Tensor:
+    return draw(sample, *inputs)[0].float().mean()
+
+
+def mean_logprobs_of_ids(sample: Any, *inputs: Any) -> Tensor:
+    """Returns the mean log-prob that the draws with id 0 and those with id 1 have: [2]."""
+    ids, logprobs = draw(sample, *inputs)
+    return torch.stack([logprobs[ids == token].mean() for token in (0, 1)])
+
+
+def compare_draws(sample: Any, logits: Tensor, temperature: float, seed: int) -> Tensor:
+    """Returns whether draws are the same with a generator of the same seed, and in the next call
+    with the same generator: [2] bool."""
+    first, again = (torch.Generator().manual_seed(seed) for _ in range(2))
+    ids, same, later = (sample(logits.clone(), temperature, g)[0] for g in (first, again, first))
+    return torch.stack([(ids == same).all(), (ids == later).all()])
+
+
+def take_step(part: int, training_step: Any, model: BigramModel, _: str, *batch: Any) -> Any:
+    """Takes a step. Returns the loss (part 0), the weights (1) or the gradient that remains (2)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    input_ids = torch.tensor([[0, 1, 2, 4], [0, 1, 3, 4], [1, 2, 3, 4], [1, 2, 0, 4]])
-    mask = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool()
-    returns, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
-    loss = f.training_step(model, optimizer, input_ids, mask, returns, group_ids)
-    remaining = torch.zeros(5, 5) if model.table.grad is None else model.table.grad
-    return loss, model.table.detach(), remaining
+    loss, left = training_step(model, optimizer, *batch), model.table.grad
+    return (loss, model.table.detach(), torch.zeros(5, 5) if left is None else left)[part]
 
 
 EXERCISES = (
@@ -139,15 +140,12 @@ EXERCISES = (
         "token_logprobs in algorithms/token_logprobs.py: only at sampled tokens, in chunks",
         (
             Fact("a model without any preference gives each of 5 tokens the log-prob log 1/5",
-                 lambda f: f.token_logprobs(torch.zeros(1, 4, 5), example_logits()[1][:1]), 1e-3),
+                 (torch.zeros(1, 4, 5), IDS[:1]), tolerance=1e-3),
             Fact("each log-prob is that of the token that follows, under the logits before it",
-                 lambda f: f.token_logprobs(*example_logits())),
+                 (LOGITS, IDS)),
             Fact("logits that are 200 apart: the log-prob is -200, not -infinity",
-                 lambda f: f.token_logprobs(torch.tensor([[[0.0, 200.0]] * 3]),
-                                            torch.tensor([[1, 0, 1]]))),
-            Fact("the gradient reaches the logits",
-                 lambda f: gradient(lambda x: f.token_logprobs(x, example_logits()[1]),
-                                    example_logits()[0])),
+                 (torch.tensor([[[0.0, 200.0]] * 3]), torch.tensor([[1, 0, 1]]))),
+            Fact("the gradient reaches the logits", (LOGITS, IDS), gradient),
         ),
     ),
     Exercise(
@@ -159,9 +157,8 @@ EXERCISES = (
         "to_tokens in core/batching.py",
         (
             Fact("one turn of 3 + 2 ids: the last two of the four predictions are sampled",
-                 lambda f: f.completion_mask(TURNS[:1])),
-            Fact("three turns: every completion counts, no context does",
-                 lambda f: f.completion_mask(TURNS)),
+                 (TURNS[:1],)),
+            Fact("three turns: every completion counts, no context does", (TURNS,)),
         ),
     ),
     Exercise(
@@ -173,14 +170,12 @@ EXERCISES = (
         "compute_advantages in algorithms/grpo.py: the same without a loop",
         (
             Fact("one of two returns is above their mean and one below: by 0.015 / (0.0212 + 1e-4)",
-                 lambda f: f.group_advantages(torch.tensor([0.53, 0.5]), torch.tensor([7, 7])),
-                 4e-3),
+                 (torch.tensor([0.53, 0.5]), torch.tensor([7, 7])), tolerance=4e-3),
             Fact("groups of 4 and 2 rollouts, mixed: each return is compared with its own group",
-                 lambda f: f.group_advantages(torch.tensor([1.0, 9.0, 0.0, 5.0, 0.0, 4.0]),
-                                              torch.tensor([0, 1, 0, 1, 0, 0])), 1e-3),
+                 (torch.tensor([1.0, 9.0, 0.0, 5.0, 0.0, 4.0]), torch.tensor([0, 1, 0, 1, 0, 0])),
+                 tolerance=1e-3),
             Fact("a group of equal returns has advantage 0",
-                 lambda f: f.group_advantages(torch.tensor([0.3, 0.3]), torch.tensor([0, 0])),
-                 1e-3),
+                 (torch.tensor([0.3, 0.3]), torch.tensor([0, 0])), tolerance=1e-3),
         ),
     ),
     Exercise(
@@ -192,14 +187,12 @@ EXERCISES = (
         "compute_loss in algorithms/reinforce.py",
         (
             Fact("one token with log-prob -2 and advantage 3: the loss is 6",
-                 lambda f: f.reinforce_loss(ONES * -2, ONES * 3, ONE_TOKEN)),
-            Fact("the loss is a mean over the sampled tokens",
-                 lambda f: f.reinforce_loss(LOGPROBS, ADVANTAGES, MASK)),
+                 (ONES * -2, ONES * 3, ONE_TOKEN)),
+            Fact("the loss is a mean over the sampled tokens", (LOGPROBS, ADVANTAGES, MASK)),
             Fact("values outside the mask do not matter, even infinity",
-                 lambda f: f.reinforce_loss(INFINITE, INFINITE_ADVANTAGES, MASK)),
+                 (INFINITE, INFINITE_ADVANTAGES, MASK)),
             Fact("the gradient is -A / number of tokens, and 0 outside the mask, even at infinity",
-                 lambda f: gradient(lambda x: f.reinforce_loss(x, INFINITE_ADVANTAGES, MASK),
-                                    INFINITE)),
+                 (INFINITE, INFINITE_ADVANTAGES, MASK), gradient),
         ),
     ),
     Exercise(
@@ -210,22 +203,20 @@ EXERCISES = (
         "torch.minimum",
         "compute_loss in algorithms/grpo.py",
         (
-            *(Fact(statement, partial(clipped_loss_of_one_token, ratio, advantage))
+            *(Fact(statement, (ONES * math.log(ratio), ONES * 0, ONES * advantage, ONE_TOKEN))
               for ratio, advantage, statement in (
-                  (1.5, 1.0, "ratio 1.5, A = 1: clipped at 1.2"),
-                  (0.5, 1.0, "ratio 0.5, A = 1: not clipped, may become likelier again"),
-                  (0.1, -1.0, "ratio 0.1, A = -1: clipped at 0.8"),
-                  (1.5, -1.0, "ratio 1.5, A = -1: not clipped, may become less likely again"))),
+                  (1.5, 1, "ratio 1.5, A = 1: clipped at 1.2"),
+                  (0.5, 1, "ratio 0.5, A = 1: not clipped, may become likelier again"),
+                  (0.1, -1, "ratio 0.1, A = -1: clipped at 0.8"),
+                  (1.5, -1, "ratio 1.5, A = -1: not clipped, may become less likely again"))),
             Fact("the loss is a mean over the sampled tokens",
-                 lambda f: f.clipped_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK)),
+                 (LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK)),
             Fact("the argument `clip` sets the bounds",
-                 lambda f: f.clipped_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK, clip=0.05)),
+                 (LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK, 0.05)),
             Fact("values outside the mask do not matter, even infinity",
-                 lambda f: f.clipped_loss(INFINITE, INFINITE_OLD, INFINITE_ADVANTAGES, MASK)),
+                 (INFINITE, INFINITE_OLD, INFINITE_ADVANTAGES, MASK)),
             Fact("the gradient is -A ρ / number of tokens, and 0 where clipped or outside the mask",
-                 lambda f: gradient(
-                     lambda x: f.clipped_loss(x, INFINITE_OLD, INFINITE_ADVANTAGES, MASK),
-                     INFINITE)),
+                 (INFINITE, INFINITE_OLD, INFINITE_ADVANTAGES, MASK), gradient),
         ),
     ),
     Exercise(
@@ -236,11 +227,9 @@ EXERCISES = (
         "kl_estimate in algorithms/kl.py: three estimators, and the gradient of each",
         (
             Fact("where the reference gives twice the probability, it is 2 - 1 - log 2",
-                 lambda f: f.kl_k3(ONES * -2, ONES * -2 + math.log(2))),
-            Fact("one estimate for each token, none of them negative",
-                 lambda f: f.kl_k3(LOGPROBS, OLD_LOGPROBS)),
-            Fact("the gradient is 1 - r",
-                 lambda f: gradient(lambda x: f.kl_k3(x, OLD_LOGPROBS), LOGPROBS)),
+                 (ONES * -2, ONES * -2 + math.log(2))),
+            Fact("one estimate for each token, none of them negative", (LOGPROBS, OLD_LOGPROBS)),
+            Fact("the gradient is 1 - r", (LOGPROBS, OLD_LOGPROBS), gradient),
         ),
     ),
     Exercise(
@@ -251,9 +240,8 @@ EXERCISES = (
         "gae in algorithms/ppo.py: for many rollouts at once, also truncated ones",
         (
             Fact("λ = 1, γ = 1: the sum of the rewards from t on, minus the value",
-                 lambda f: f.gae(*EPISODE, 1, 1)),
-            Fact("values of γ and λ in between",
-                 lambda f: f.gae(*EPISODE, 0.9, 0.5)),
+                 (*EPISODE, 1, 1)),
+            Fact("values of γ and λ in between", (*EPISODE, 0.9, 0.5)),
         ),
     ),
     Exercise(
@@ -265,16 +253,15 @@ EXERCISES = (
         "draw in core/sampler.py: also with top-k and top-p",
         (
             Fact("three rows, each nearly certain of another token: each gets its own",
-                 lambda f: f.sample(torch.eye(3).roll(1, 0) * 50, 1.0, torch.Generator())),
+                 (torch.eye(3).roll(1, 0) * 50, 1.0, 0), draw),
             Fact("temperature 0.5 turns odds of 3 to 1 into odds of 9 to 1",
-                 lambda f: draws(f)[0].float().mean(), 0.03),
+                 ODDS, mean_of_ids, 0.03),
             Fact("the log-probs of both ids are those of this distribution: log 0.1 and log 0.9",
-                 mean_logprobs_of_ids),
+                 ODDS, mean_logprobs_of_ids),
             Fact("temperature 0 always takes the most likely token",
-                 lambda f: f.sample(torch.tensor([[0.0, 2.0, 1.0], [5.0, 4.9, 0.0]]), 0.0,
-                                    torch.Generator())),
+                 (torch.tensor([[0.0, 2.0, 1.0], [5.0, 4.9, 0.0]]), 0.0, 0), draw),
             Fact("the same seed gives the same draws, the next call with a generator others",
-                 compare_draws),
+                 (torch.zeros(64, 2), 1.0, 5), compare_draws),
         ),
     ),
     Exercise(
@@ -286,12 +273,12 @@ EXERCISES = (
         "loss = ",
         "main in train.py: step 4 of each update",
         (
-            Fact("the loss of the batch, as a float", lambda f: take_step(f)[0]),
+            Fact("the loss of the batch, as a float", STEP, partial(take_step, 0)),
             Fact("the weights after the step, whose gradient is scaled down to a norm of 1",
-                 lambda f: take_step(f)[1]),
+                 STEP, partial(take_step, 1)),
             Fact("a gradient with a smaller norm stays as it is: the weights after the step",
-                 lambda f: take_step(f, scale=1.0)[1]),
-            Fact("no gradient remains after the step", lambda f: take_step(f)[2]),
+                 SMALL_STEP, partial(take_step, 1)),
+            Fact("no gradient remains after the step", STEP, partial(take_step, 2)),
         ),
     ),
     Exercise(
@@ -302,11 +289,11 @@ EXERCISES = (
         "token_weights in algorithms/tokens.py, and Dr. GRPO, arXiv:2503.20783",
         (
             Fact("with equal rewards, a long answer has the same advantage as a short one",
-                 lambda f: f.advantages_of_tokens(REWARDS, SAMPLED, ONE_GROUP)),
+                 (REWARDS, SAMPLED, ONE_GROUP)),
             Fact("a larger reward gives a larger advantage",
-                 lambda f: f.advantages_of_tokens(REWARDS * FACTORS, SAMPLED, ONE_GROUP)),
+                 (REWARDS * FACTORS, SAMPLED, ONE_GROUP)),
             Fact("padding has no influence and gets no advantage; groups do not mix",
-                 lambda f: f.advantages_of_tokens(REWARDS + 1, SAMPLED, TWO_GROUPS)),
+                 (REWARDS + 1, SAMPLED, TWO_GROUPS)),
         ),
     ),
 )  # fmt: skip
