@@ -182,14 +182,6 @@ def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> N
             batch.add({name: value.float() if value.is_floating_point() else value})
 
 
-def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> Batch:
-    """As many rollouts of `max_length` tokens, none shared, as one micro-batch holds."""
-    count = max(1, max_tokens // max_length) * distributed.num_ranks()
-    rest = [0] * (max_length - 1)
-    turns = [Turn([i % vocab_size], rest, [0.0] * len(rest), "length") for i in range(count)]
-    return to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
-
-
 def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[tuple[int, list[int]]]:
     """Of each gradient step of an update, the epoch and the rollouts, by their place in the batch.
 
@@ -224,32 +216,26 @@ def micro_batches(
         learns = chosen & set(batch.rollout[batch.advantages != 0].tolist())
     for some in (learns, chosen - learns):
         mine = distributed.shard([s for s in batch.sequences if s.rollout in some], len)
-        yield from cut(mine, policy.micro_batch_tokens, policy.device, policy.shares_prefixes)
+        yield from cut(mine, policy)
 
 
-def cut(
-    sequences: list[Sequence],
-    max_tokens: int,
-    device: torch.device | str = "cpu",
-    share: bool = False,
-) -> Iterator[MicroBatch]:
-    """Cuts sequences into micro-batches of `max_tokens`; `share`: as trees, else longest first."""
-    if share:
+def cut(sequences: list[Sequence], policy: Policy) -> Iterator[MicroBatch]:
+    """Cuts sequences into micro-batches: as trees if prefixes are shared, else longest first."""
+    if policy.shares_prefixes:
         ids = [sequence.token_ids for sequence in sequences]
-        for part in parts(ids, max_tokens):
-            yield _micro([sequences[i] for i in part], device, make_tree([ids[i] for i in part]))
+        for part in parts(ids, policy.micro_batch_tokens):
+            tree = make_tree([ids[i] for i in part])
+            yield _micro([sequences[i] for i in part], policy.device, tree)
         return
     ordered = sorted(sequences, key=len, reverse=True)
     start = 0
     while start < len(ordered):
-        size = max(1, max_tokens // len(ordered[start]))
-        yield _micro(ordered[start : start + size], device)
+        size = max(1, policy.micro_batch_tokens // len(ordered[start]))
+        yield _micro(ordered[start : start + size], policy.device, None)
         start += size
 
 
-def _micro(
-    sequences: list[Sequence], device: torch.device | str, tree: PrefixTree | None = None
-) -> MicroBatch:
+def _micro(sequences: list[Sequence], device: torch.device, tree: PrefixTree | None) -> MicroBatch:
     ids = pad_sequence([torch.tensor(s.token_ids) for s in sequences], batch_first=True)
     numbers = pad_sequence(
         [torch.tensor(s.numbers) for s in sequences], batch_first=True, padding_value=-1

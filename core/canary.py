@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.batching import Sequence, cut, to_tokens
+from core.batching import to_tokens
 from core.faults import UsageError
 from core.policy import Policy, borrowed
 from core.prefix_sharing import num_shared
 from core.sampler import Sampler, SamplingParams
-from core.scoring import predict
+from core.scoring import score_tokens
 from core.types import Completion, Rollout, Turn
 
 TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
@@ -76,17 +76,8 @@ def score(
     both = zip(prompts, drawn, strict=True)
     turns = [Turn(prompt, c.token_ids, c.logprobs, c.finish_reason) for prompt, c in both]
     batch = to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
-    logprobs = score_here(policy, batch.sequences, len(batch), temperature)
+    logprobs = score_tokens(policy, batch, temperature, batch.sequences)["logprobs"]
     return [x.tolist() for x in logprobs.split([len(c.token_ids) for c in drawn])]
-
-
-@torch.no_grad()
-def score_here(policy: Policy, sequences: list[Sequence], size: int, temperature: float) -> Tensor:
-    """Log-probs of the tokens of these sequences in a vector [size], on this rank alone."""
-    found, max_tokens = torch.zeros(size), policy.micro_batch_tokens
-    for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
-        found[micro.numbers] = predict(policy, micro, temperature)["logprobs"].cpu()
-    return found
 
 
 def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: float = 1.0) -> Tensor:

@@ -38,7 +38,7 @@ def teacher(
         return None
     states: list[Tensor] = []
     row_of = torch.full((first,), -1, device=policy.device)  # of a token: its state
-    for part in cut(taught, policy.micro_batch_tokens, policy.device, policy.shares_prefixes):
+    for part in cut(taught, policy):
         start, tokens = sum(map(len, states)), part.numbers.to(policy.device)
         row_of[tokens] = torch.arange(start, start + len(tokens), device=policy.device)
         hidden = policy.hidden_states(part.input_ids, part.tree).flatten(0, 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from core.batching import largest_batch, micro_batches
+from core.batching import Sequence, cut
 from core.config import Config
 from core.faults import Fault, OutOfMemory, ran_out
 from core.optimizer import MasterAdamW
@@ -72,8 +72,10 @@ def probe_peak_memory(
     while True:
         reason = ""
         try:
-            batch = largest_batch(policy.max_length, policy.micro_batch_tokens, vocab_size)
-            for micro in micro_batches(policy, batch):
+            rest, count = policy.max_length - 1, policy.micro_batch_tokens // policy.max_length
+            rows = [Sequence(i, [i % vocab_size] + [0] * rest, [-1] + [0] * rest)
+                    for i in range(max(1, count))]  # fmt: skip
+            for micro in cut(rows, policy):
                 optimizer.backward(predict(policy, micro, 1.0)["logprobs"].mean())
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):

@@ -190,9 +190,7 @@ def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
     batch = to_tokens([r for r in rollouts if r.turns][:NUM_GREEDY])
     rounding = 0.5 if policy.dtype.itemsize < 4 or policy.quantized else 0.05
     behind = 0
-    for micro in cut(
-        batch.sequences, policy.micro_batch_tokens, policy.device, policy.shares_prefixes
-    ):
+    for micro in cut(batch.sequences, policy):
         hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
         logits = policy.to_logits(hidden[micro.predictors]).float()
         nats = logits.max(-1).values - logits.gather(1, micro.targets[:, None])[:, 0]

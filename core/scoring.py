@@ -8,7 +8,7 @@ from torch import Tensor
 
 from algorithms.token_logprobs import token_logprobs
 from core import distributed, feedback
-from core.batching import Batch, MicroBatch, micro_batches
+from core.batching import Batch, MicroBatch, Sequence, cut, micro_batches
 from core.policy import Policy
 
 
@@ -40,13 +40,19 @@ def predict(
 
 
 @torch.no_grad()
-def score_tokens(policy: Policy, batch: Batch, temperature: float) -> dict[str, Tensor]:
-    """`logprobs` and, with a value head, `values` of all sampled tokens; [S], on the CPU."""
+def score_tokens(
+    policy: Policy, batch: Batch, temperature: float, here: list[Sequence] | None = None
+) -> dict[str, Tensor]:
+    """`logprobs` and, with a value head, `values` of all sampled tokens; [S], on the CPU.
+
+    `here`: of the tokens of these sequences only, on this rank alone.
+    """
     names = ["logprobs"] + ["values"] * (policy.value_head is not None)
     found = {name: torch.zeros(len(batch)) for name in names}
-    for micro in micro_batches(policy, batch):
+    for micro in micro_batches(policy, batch) if here is None else cut(here, policy):
         outputs = predict(policy, micro, temperature)
         for name in names:
             found[name][micro.numbers] = outputs[name].cpu()
-    distributed.all_reduce_sum([*found.values()])  # each rank has scored its own sequences
+    if here is None:
+        distributed.all_reduce_sum([*found.values()])  # each rank has scored its own sequences
     return found

@@ -1,5 +1,7 @@
 """Every sampled token is trained once, in the context that it was sampled in."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -23,6 +25,11 @@ def rollout(*turns, group_id=0):
         for prompt, completion, reward in turns
     ]
     return Rollout("env", "player", 0, group_id, turns=made)
+
+
+def cut_into(sequences, max_tokens=100, share=False):
+    policy = SimpleNamespace(micro_batch_tokens=max_tokens, shares_prefixes=share, device="cpu")
+    return [*cut(sequences, policy)]
 
 
 TWO_TURNS = rollout(([1, 2], [3, 9], 0.25), ([1, 2, 3, 9, 4], [5, 9], 1.0))
@@ -71,9 +78,9 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with(
 def test_kept_ids_are_those_of_each_token_in_the_order_of_turns():
     one = rollout(([1], [2, 3], 0.0), ([1, 2, 3], [4], 0.0), ([1, 2, 3, 4], [5, 6], 0.0))
     one.turns[0].kept_ids, one.turns[2].kept_ids = [[2, 9], [3]], [[5], [6, 9]]
-    [micro] = cut(to_tokens([one]).sequences, 100)
+    [micro] = cut_into(to_tokens([one]).sequences)
     assert micro.kept_ids == [[2, 9], [3], None, [5], [6, 9]]
-    assert next(cut(to_tokens([TWO_TURNS]).sequences, 100)).kept_ids is None
+    assert cut_into(to_tokens([TWO_TURNS]).sequences)[0].kept_ids is None
 
 
 def test_rollouts_without_an_advantage_have_micro_batches_of_their_own(policy):
@@ -90,7 +97,7 @@ def test_micro_batches_keep_their_budget_and_every_sampled_token(max_tokens, sha
     alike = [rollout(([1, 2, 3, 4, 5, 6], [i], 0.0)) for i in range(7, 12)]
     batch = to_tokens([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1), *alike])
     seen = []
-    for micro in cut(batch.sequences, max_tokens, share=share):
+    for micro in cut_into(batch.sequences, max_tokens, share):
         computed = micro.tree.input_ids if share else micro.input_ids
         assert computed.numel() <= max_tokens or len(micro.input_ids) == 1
         seen += zip(micro.numbers.tolist(), micro.targets.tolist(), strict=True)

@@ -1,7 +1,6 @@
 """Corrections for the sampler's distribution: ratios, weights and rejection by hand."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -69,9 +68,3 @@ def test_exact_values_by_hand():
     # a token at the last place is right in 1 of 4 cases, the second ends right in the first task
     want = [[0.75 * 0.625, 0.625, 0.25], [0.75 * 0.125, 0.125, 0.25]]
     assert torch.allclose(atlas.Tasks(QUARTERS).values()[:, 3], torch.tensor(want))
-
-
-def test_the_atlas_has_a_row_for_each_estimator():
-    page = (atlas.HERE / "README.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- table of losses -->")[2].partition("<!-- end")[0]
-    assert re.findall(r"^\| (`.+?) \|", table, re.M) == [*atlas.estimators()]

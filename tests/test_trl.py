@@ -9,6 +9,7 @@ TRL pads prompts on the left and completions on the right in one batch; we cut m
 
 import gc
 import random
+from collections import defaultdict
 
 import pytest
 import torch
@@ -84,18 +85,19 @@ def draw(folder):
 
 def as_trl_has_it(rollouts):
     """What a `rollout_func` returns: all after the first prompt is completion, some not ours."""
-    columns = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "paid": []}
+    columns = defaultdict(list)
     for rollout in rollouts:
-        start, last = len(rollout.turns[0].prompt_ids), rollout.turns[-1]
-        whole = last.prompt_ids + last.completion_ids
-        ours, logprobs = [0] * len(whole), [0.0] * len(whole)
+        ids, ours, logprobs = [], [], []
         for turn in rollout.turns:
-            begin, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
-            ours[begin:end] = [1] * (end - begin)
-            logprobs[begin:end] = turn.sampler_logprobs
-        row = whole[:start], whole[start:], logprobs[start:], ours[start:], rollout.episode_return
-        for column, value in zip(columns.values(), row, strict=True):
-            column.append(value)
+            context = turn.prompt_ids[len(ids) :]
+            ids += context + turn.completion_ids
+            ours += [0] * len(context) + [1] * len(turn.completion_ids)
+            logprobs += [0.0] * len(context) + turn.sampler_logprobs
+        start = len(rollout.turns[0].prompt_ids)
+        columns["prompt_ids"].append(ids[:start])
+        for name, of_ids in (("completion_ids", ids), ("logprobs", logprobs), ("env_mask", ours)):
+            columns[name].append(of_ids[start:])
+        columns["paid"].append(rollout.episode_return)
     return columns
 
 

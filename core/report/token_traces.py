@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from algorithms.tokens import group_mean, minus
 from core import distributed
 from core.batching import Batch
-from core.canary import score_here
 from core.config import Config
 from core.metrics import UpdateStats
 from core.policy import Policy
+from core.scoring import score_tokens
 from core.types import Rollout
 
 MAX_TOKENS = 1024  # sampled tokens of an update that the report shows one by one
@@ -46,7 +46,7 @@ def trace_tokens(policy: Policy, cfg: Config, batch: Batch, stats: UpdateStats) 
     if distributed.rank() != 0:
         return {}
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in chosen]
-    after = score_here(policy, sequences, len(batch), cfg.temperature)
+    after = score_tokens(policy, batch, cfg.temperature, sequences)["logprobs"]
     vectors = {
         "sampler": batch.sampler_logprobs,
         "trainer": batch.old_logprobs,

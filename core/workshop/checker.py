@@ -239,6 +239,6 @@ def _format(value: Any) -> str:
     if isinstance(value, tuple | list):
         left, right = "[]" if isinstance(value, list) else "()"
         return f"{left}{', '.join(map(_format, value))}{right}"
-    if isinstance(value, Tensor):
-        return str(value.detach())
+    if isinstance(value, Tensor | str):
+        return str(value.detach() if isinstance(value, Tensor) else value)
     return f"{value:.4g}" if isinstance(value, int | float) else _kind(value)
