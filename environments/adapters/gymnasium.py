@@ -29,13 +29,7 @@ import random
 from functools import partial
 from typing import Any
 
-from environments.adapters.gymnasium_players import (
-    Game,
-    find_game,
-    format_hint,
-    to_action,
-    to_json,
-)
+from environments.adapters.gymnasium_players import Game, find_game, to_action, to_json
 from environments.base import Env, Message, Step, UsageError, check_range
 from environments.parsing import Retries, one_of, read_action, user
 from environments.plumbing.installed import import_library
@@ -75,6 +69,8 @@ class Gymnasium(Env):
         self.memory, self.game = memory, import_attribute(words) if words else find_game(self.env)
         if not isinstance(self.game, Game) or not (self.game.read or self.game.actions):
             raise UsageError(f"words={words} names no Game with `read` or `actions`")
+        named = " or ".join(self.game.actions) or "a valid action"
+        self.hint = self.game.hint or f"End with {named}."
         first = int(getattr(self.env.action_space, "start", 0))
         self.actions = {name: i for i, name in enumerate(self.game.actions, first)}
 
@@ -89,7 +85,7 @@ class Gymnasium(Env):
     def step(self, response: str) -> Step:
         action = self._read(response)
         if action is None:
-            return self.retries.refuse(format_hint(self.game), steps=self.steps)
+            return self.retries.refuse(self.hint, steps=self.steps)
         reward = 0.0
         for _ in range(self.repeat):
             observation, step_reward, terminated, truncated, _ = self.env.step(action)
@@ -122,7 +118,7 @@ class Gymnasium(Env):
         self.observation = observation
         self.hasty_action = self._guess()  # once per turn: `demonstrate` must not change the draws
         line = self.game.show(observation)
-        return f"{self.game.rules} {format_hint(self.game)}\n{line}" if with_rules else line
+        return f"{self.game.rules} {self.hint}\n{line}" if with_rules else line
 
     def _guess(self) -> str | None:
         """Returns mostly the last action, which a policy prefers after more guesses than good play.

@@ -68,11 +68,6 @@ class Game(NamedTuple):
     hint: str = ""  # how a response has to end; empty: with one of `actions`
 
 
-def format_hint(game: Game) -> str:
-    """Returns how a response has to end."""
-    return game.hint or f"End with {' or '.join(game.actions) or 'a valid action'}."
-
-
 def find_game(env: Any) -> Game:
     """Returns the entry of GAMES for a Gymnasium environment, or one made of its docstring.
 
