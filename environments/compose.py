@@ -4,7 +4,8 @@ The reward is for the last word alone, so a policy that knows each function has 
 itself that the names after the first are to be applied as well, in their order. Two kinds of
 demonstration make the comparison: careless ones (`--sft-hasty 1`) apply the first function and
 often go on with others at random, which teaches the functions and never a composition; correct ones
-(`--sft-hasty 0`) show the answer, with its steps or, with `steps=false`, alone.
+(`--sft-hasty 0`) show the answer, with its steps or, with `steps=false`, alone. After careless ones
+the policy answers no task greedily, and a few when it samples (runs/parts has the commands).
 
     R  reverse         L  first letter to the end    H  swap the halves     E  swap the ends
     S  swap the first two            D  double the first
@@ -12,13 +13,6 @@ often go on with others at random, which teaches the functions and never a compo
 
 In no task does one function, or another order, give the same answer. That leaves 43 pairs of two
 functions, in their order: 13 of them are for `pairs=unseen`, 30 for `pairs=seen`, the default.
-
-After careless demonstrations the policy answers no task greedily, and a few when it samples:
-
-    python train.py --env "compose:depth=4,mixed=true,pairs=all" --sft-steps 400 --sft-hasty 1 \
-        --sft-batch-size 64 --num-updates 0 --run-name base
-    python train.py --model-id runs/base/model --lr 3e-4 --num-updates 60 --max-tokens 32 \
-        --env compose --eval-env compose compose:pairs=unseen
 
 Observation: one user message, the word and the names. Reward of the one response: 1 if it ends with
 the right word, else 0.
@@ -35,7 +29,7 @@ the right word, else 0.
 import random
 import re
 from collections.abc import Mapping, Sequence
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Literal
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, check_range, is_held_out
@@ -110,9 +104,8 @@ class Compose(Env):
 
     def _has_pairs(self) -> bool:
         """Whether the functions that follow each other differ, and are of `pairs`."""
-        following = list(zip(self.names, self.names[1:], strict=False))
         wanted = {"seen": [False], "unseen": [True], "all": [False, True]}[self.pairs]
-        return all(a != b and is_unseen(a, b) in wanted for a, b in following)
+        return all(a != b and is_unseen(a, b) in wanted for a, b in pairwise(self.names))
 
 
 def apply(names: Sequence[str], word: str) -> str:

@@ -3,6 +3,7 @@
 import inspect
 import random
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,6 @@ from environments.base import EVAL_SEEDS, Env, MultiAgentEnv, Step
 from environments.parsing import user
 from environments.plumbing import registry
 from environments.plumbing.check import check_env
-from environments.plumbing.registry import ENVIRONMENTS, register
 
 
 class Echo(Env):
@@ -27,12 +27,6 @@ class Echo(Env):
 
     def demonstrate(self, hasty=False):
         return "0" if hasty else str(self.number)
-
-
-class Hashed(Echo):
-    def reset(self, seed):
-        self.number = hash(str(seed))
-        return [user(f"Repeat {self.number}.")]
 
 
 class Begun(Echo):
@@ -104,8 +98,7 @@ WARNINGS = {
 
 
 def report_of(environment, monkeypatch):
-    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
-    register("checked")(environment)
+    monkeypatch.setitem(registry.ENVIRONMENTS, "checked", environment)
     return check_env("checked", num_seeds=3, other_process=False)
 
 
@@ -114,7 +107,7 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures(monkeypatch
     assert (report.problems, report.warnings) == ([], [])
     assert report.rewards == {0.0, 1.0} and report.longest == 1
     assert report.demonstrations == [(1.0, True)] * 3
-    assert report.openings > 595 and report.held_out > 295 and report.shared == 0
+    assert len(report.openings) > 595 and len(report.held_out) > 295
     pair = report_of(Pair, monkeypatch)
     assert pair.problems == [] and pair.rewards == {0.5}
     assert report_of(Begun, monkeypatch).demonstrations == [(1.0, True)] * 3
@@ -133,9 +126,9 @@ def test_a_mistake_is_a_problem_and_what_limits_the_use_a_warning(words, monkeyp
 def test_another_process_must_play_the_same_episodes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = "import random\nfrom environments.base import *\nfrom environments.parsing import user\n"
-    code += inspect.getsource(Echo) + inspect.getsource(Hashed)
-    (tmp_path / "games.py").write_text(code)
-    assert execute(["check", "games.py:Echo"]) == 0
-    assert "no problem(s), 0 warning(s)" in capsys.readouterr().out
-    assert execute(["check", "games.py:Hashed"]) == 1
-    assert "hash()" in capsys.readouterr().out
+    code += inspect.getsource(Echo)
+    Path("good.py").write_text(code)
+    Path("hashed.py").write_text(code.replace("Random(seed)", "Random(hash(str(seed)))"))
+    for name, exit_code, words in (("good", 0, "no problem(s), 0"), ("hashed", 1, "hash()")):
+        assert execute(["check", f"{name}.py:Echo"]) == exit_code
+        assert words in capsys.readouterr().out

@@ -9,21 +9,27 @@ import pytest
 from conftest import needs
 
 import environments.math_qa
-from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, RunInfo, is_held_out
 from environments.math_qa import MathQA
 from environments.plumbing.math_answers import parse_number
 from environments.plumbing.registry import make
 
-GSM8K = [{
-    "question": f"Ann has {n} pens and buys {n} more. How many has she?",
-    "answer": f"She has {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n} pens.\n#### {2 * n:,}",
-} for n in range(600, 640)]  # fmt: skip
-MATH = [{
-    "problem": rf"Simplify $\sqrt{{{n * n * 3}}}$.",
-    "solution": rf"It is $\sqrt{{{n}^2 \cdot 3}} = \boxed{{{n}\sqrt{{3}}}}$.",
-} for n in range(2, 12)]  # fmt: skip
-MATH_500 = [{"problem": r"What is $\sqrt{2}$ squared?", "solution": r"It is $\boxed{2}$."}]
+GSM8K = [
+    (f"Ann has {n} pens and buys {n} more. How many has she?",
+     f"She has {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n} pens.\n#### {2 * n:,}")
+    for n in range(600, 640)
+]  # fmt: skip
+MATH = [
+    (rf"Simplify $\sqrt{{{n * n * 3}}}$.",
+     rf"It is $\sqrt{{{n}^2 \cdot 3}} = \boxed{{{n}\sqrt{{3}}}}$.")
+    for n in range(2, 12)
+]  # fmt: skip
+MATH_500 = 2 * [(r"What is $\sqrt{2}$ squared?", r"It is $\boxed{2}$.")]
+HUB = {  # rows, of which the first half is the training split, and their columns
+    "openai/gsm8k": (GSM8K, ("question", "answer")),
+    "EleutherAI/hendrycks_math": (MATH, ("problem", "solution")),
+    "HuggingFaceH4/MATH-500": (MATH_500, ("problem", "solution")),
+}
 ROWS = (
     [{"question": f"Twice {n}?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in range(40)]
     + [{"question": f"Half of {n}?", "answer": rf"\boxed{{\frac{{{n}}}{{2}}}}"} for n in range(40)]
@@ -35,13 +41,14 @@ ROWS = (
 def hub(monkeypatch):
     """Replaces `datasets.load_dataset`; returns the list of its calls."""
     environments.math_qa.load.cache_clear()
-    calls, halves = [], {"openai/gsm8k": GSM8K, "EleutherAI/hendrycks_math": MATH}
+    calls = []
 
     def load_dataset(path, name, split):
         calls.append((path, name, split))
-        rows = halves.get(path, 2 * MATH_500)
+        rows, columns = HUB[path]
         half = len(rows) // 2
-        return datasets.Dataset.from_list(rows[:half] if split == "train" else rows[half:])
+        rows = rows[:half] if split == "train" else rows[half:]
+        return datasets.Dataset.from_list([dict(zip(columns, row, strict=True)) for row in rows])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     yield calls
@@ -81,9 +88,9 @@ def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solution
     env = make("math_qa:data=gsm8k")
     make("math_qa:data=gsm8k")  # from the cache
     assert hub == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    train = {row["question"] for row in GSM8K[:20]}
+    train = {text for text, _ in GSM8K[:20]}
     assert questions(env, TRAIN_SEEDS[:200]) == questions(env, DEMO_SEEDS[:200]) == train
-    assert questions(env, EVAL_SEEDS[:200]) == {row["question"] for row in GSM8K[20:]}
+    assert questions(env, EVAL_SEEDS[:200]) == {text for text, _ in GSM8K[20:]}
     text = question(env, 0)
     assert text.endswith("end with <answer>exact result</answer>.")
     n = int(re.search(r"\d+", text)[0])
@@ -99,7 +106,7 @@ def test_math500_trains_on_the_training_splits_of_math_alone_and_accepts_equal_f
     assert {split for path, _, split in hub if path == "EleutherAI/hendrycks_math"} == {"train"}
     assert ("HuggingFaceH4/MATH-500", "default", "test") in hub
     assert questions(env, EVAL_SEEDS[:50]) == {"What is $\\sqrt{2}$ squared?"}
-    assert questions(env, TRAIN_SEEDS[:50]) == {row["problem"] for row in MATH[:5]}
+    assert questions(env, TRAIN_SEEDS[:50]) == {text for text, _ in MATH[:5]}
     root = re.search(r"\\sqrt\{\d+\}", question(env, 0))[0]
     for answer in (env.demonstrate(), f"<answer>{root}</answer>"):
         assert env.step(answer).reward == 1.0
@@ -121,14 +128,8 @@ def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_
         assert env.step(env.demonstrate()).reward == 1.0
         forms.add(form)
     assert forms == {"Twice", "Half", "Next"}
-
-
-def test_a_file_is_used_whole_where_another_one_is_for_evaluation(tmp_path):
-    train, test = (
-        f"math_qa:data={write_lines(tmp_path / name, rows)}"
-        for name, rows in {"train.jsonl": ROWS[:40], "test.jsonl": ROWS[40:60]}.items()
-    )
-    rewarded.begin_run(RunInfo([train], [test]))
-    sizes = len(make(train).train), len(make(test).test)
-    rewarded.begin_run(RunInfo((), ()))
-    assert sizes == (40, 20)
+    other = write_lines(tmp_path / "test.jsonl", ROWS[:9])
+    MathQA.begin_run(RunInfo([f"math_qa:data={path}"], [f"math_qa:data={other}"]))
+    sizes = len(make(f"math_qa:data={path}").train), len(make(f"math_qa:data={other}").test)
+    MathQA.begin_run(RunInfo((), ()))
+    assert sizes == (len(ROWS), 9)  # both are used whole

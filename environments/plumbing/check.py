@@ -31,6 +31,7 @@ from environments.base import (
     MultiAgentEnv,
     SingleAgentEnv,
     Step,
+    UsageError,
     checked_openings,
     checked_steps,
 )
@@ -53,10 +54,6 @@ ODD_TEXTS = [
 ]  # fmt: skip
 
 
-class Problem(Exception):
-    """The environment broke a rule of its interface."""
-
-
 @dataclass
 class Report:
     """What `check_env` found."""
@@ -67,16 +64,15 @@ class Report:
     rewards: set[float] = field(default_factory=set)  # of all steps
     # return and info["correct"] of each demonstrated episode; empty: no demonstrations
     demonstrations: list[tuple[float, bool]] = field(default_factory=list)
-    openings: int = 0  # distinct first prompts of training and demonstrations
-    held_out: int = 0  # of evaluation
-    shared: int = 0  # of both
+    openings: set[str] = field(default_factory=set)  # of training and demonstrations
+    held_out: set[str] = field(default_factory=set)  # of evaluation
     longest: int = 0  # turns of the longest episode
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
         low, high = min(self.rewards, default=0), max(self.rewards, default=0)
         yield f"{self.spec}: rewards {low:g} to {high:g}, episodes of up to {self.longest} turns"
-        yield f"openings: {self.openings} for training, {self.held_out} held out"
+        yield f"openings: {len(self.openings)} for training, {len(self.held_out)} held out"
         if self.demonstrations:
             total, right = map(sum, zip(*self.demonstrations, strict=True))
             count = len(self.demonstrations)
@@ -141,7 +137,7 @@ def _check_seeds(spec: str, other_process: bool) -> None:
         in_new = [digests(spec, [seed])[0] for seed in seeds]
     if in_one != in_new:
         why = "earlier episodes, random, the time, hash() or the order of a set change it"
-        raise Problem(f"the seed does not determine the episode: {why} {error}".strip())
+        raise UsageError(f"the seed does not determine the episode: {why} {error}".strip())
 
 
 def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
@@ -156,7 +152,7 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
     count = len(report.demonstrations)
     played = f"{count} demonstrations" if count else f"{num_seeds} episodes of guesses"
     if count and isinstance(env, SingleAgentEnv):
-        raise Problem(f"none of {played} succeeds")
+        raise UsageError(f"none of {played} succeeds")
     report.warnings.append(f"none of {played} succeeds")  # other agents may be better
 
 
@@ -190,22 +186,21 @@ def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
             _play(report, env, seed, lambda agent, turn, text=text: text, max_turns=3)
         except (Exception, SystemExit) as error:
             length, words = len(text), _words_of(error)
-            raise Problem(f"response {text[:30]!a} of {length} characters: {words}") from error
+            raise UsageError(f"response {text[:30]!a} of {length} characters: {words}") from error
 
 
 def _check_openings(report: Report, env: MultiAgentEnv) -> None:
     """Compares the openings of training and demonstrations with those of evaluation."""
     count = NUM_OPENINGS // (10 if env.waits else 1)
-    trained, held_out = (
+    report.openings, report.held_out = (
         {repr(_reset(env, seed)) for seed in seeds}
         for seeds in ([*TRAIN_SEEDS[:count], *DEMO_SEEDS[:count]], EVAL_SEEDS[:count])
     )
-    report.openings, report.held_out = len(trained), len(held_out)
-    report.shared = len(trained & held_out)
-    text = f"{report.shared} of {report.held_out} openings of evaluation occur in training"
-    if report.shared > MAX_SHARED * report.held_out and report.longest == 1:
-        raise Problem(f"{text}: reserve tasks for the seeds in EVAL_SEEDS")
-    if report.shared:
+    shared, total = len(report.openings & report.held_out), len(report.held_out)
+    text = f"{shared} of {total} openings of evaluation occur in training"
+    if shared > MAX_SHARED * total and report.longest == 1:
+        raise UsageError(f"{text}: reserve tasks for the seeds in EVAL_SEEDS")
+    if shared:
         report.warnings.append(text)
 
 
@@ -220,7 +215,7 @@ def _play(
     waiting = set(opening)
     while waiting and len(turns) < max_turns:
         if env.agents and (others := waiting - {*env.agents}):
-            raise Problem(f"{min(others)} acts, but is not one of {', '.join(env.agents)}")
+            raise UsageError(f"{min(others)} acts, but is not one of {', '.join(env.agents)}")
         responses = {}
         for agent in sorted(waiting):
             text = respond(agent, len(turns))
@@ -232,16 +227,16 @@ def _play(
         waiting = {agent for agent, step in steps.items() if step.message and not step.done}
     answered = {agent for _, steps in turns for agent in steps}
     if not waiting and (ignored := {a for responses, _ in turns for a in responses} - answered):
-        raise Problem(f"step() never returned a Step for {min(ignored)}")
+        raise UsageError(f"step() never returned a Step for {min(ignored)}")
     return opening, turns
 
 
 def _reset(env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
     by_agent = checked_openings(env.reset(seed))
     if not by_agent or not all(by_agent.values()):
-        raise Problem(f"reset({seed}) returned no messages")
+        raise UsageError(f"reset({seed}) returned no messages")
     return by_agent
 
 
 def _words_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, Problem) else describe_error(error)
+    return str(error) if isinstance(error, UsageError) else describe_error(error)
