@@ -107,11 +107,13 @@ def test_a_class_whose_actions_are_texts_reads_the_whole_response(tmp_path, monk
         make("echoes.py:Echo")
     env, hint = make("gymnasium:id=echoes.py:Echo,word=plum"), "Answer with a text of at most 20"
     for response, reward in (
-        ("a plum!", 1), ('{"action": "plum"}', 1), ("<action>a plum</action>", 1), ("ü", -0.1)
+        ("a plum!", 1), ('{"action": "plum"}', 1), ("<action>a plum</action>", 1),
+        ("a pear", 0), ("ü", -0.1),
     ):  # fmt: skip
         opening = f"Echo.\nSay the word. {hint} characters.\nThe word is plum."
         assert env.reset(0) == [user(opening)]
-        assert env.step(response).reward == reward, response
+        step = env.step(response)
+        assert (step.reward, step.info["correct"]) == (reward, reward > 0), response
     env = make("gymnasium:id=echoes.py:Count")  # its actions are 5 and 6
     assert " End with a number from 5 to 6.\n" in env.reset(0)[0]["content"]
     assert [env.step(text).reward for text in ("0", "6")] == [-0.1, 6.0]
