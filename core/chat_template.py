@@ -8,8 +8,9 @@ A completion is never rendered or tokenized again, so the policy trains on the i
 Only the template can write the tokens that its turns are made of. A message that quotes such a
 token, like "<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn.
 `tools` are JSON schemas. A template that writes calls as Hermes and Qwen do (plumbing/tools.py)
-writes them itself. A model with any other template is told to write them as Hermes does:
-`without_tools` puts schemas, calls and results into messages.
+writes them itself, and so does one whose tokenizer has a `response_template` (LFM 2.5, Gemma 4):
+its calls are read with transformers' `parse_response`. A model with any other template is told to
+write them as Hermes does: `without_tools` puts schemas, calls and results into messages.
 """
 
 import json
@@ -19,7 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, cast
+from itertools import takewhile
+from typing import Any, Literal, cast
 
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -28,7 +30,7 @@ from core.faults import UsageError
 from core.types import Message
 from environments.plumbing import tools as hermes
 from environments.plumbing.text import one_line
-from environments.plumbing.tools import CLOSING, END_OF_THOUGHT, OPENING, Call, call_text
+from environments.plumbing.tools import END_OF_THOUGHT, OPENING, Call, call_text
 
 Schema = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool", "raw")
@@ -243,26 +245,45 @@ def render(
     Raises UsageError if there is no template, and if it refuses the messages or fails.
     """
     has_tools = bool(tools) or any(m["role"] == "tool" or "tool_calls" in m for m in chat)
-    if has_tools and not writes_calls(tokenizer):
+    if has_tools and not tool_format(tokenizer):
         chat, tools = without_tools(tokenizer, chat, tools), ()
     return _apply(tokenizer, chat, open_turn, tools)
 
 
 @lru_cache(maxsize=8)
-def writes_calls(tokenizer: Tokenizer) -> bool:
-    """Whether the template writes schemas, calls and results, and calls as Hermes does."""
+def tool_format(tokenizer: Tokenizer) -> Literal["own", "hermes", ""]:
+    """How the template writes schemas, calls and results: "own", for `parse_response`; "hermes";
+    "" if it does not, or in a format that picoRL cannot read."""
     with suppress(UsageError):
         chat = [QUESTION, _asked(COMPLETION, [LOOKUP]), RESULT]
         text = _apply(tokenizer, chat, False, [TOOL])
         parts = (TOOL["function"]["description"], COMPLETION, RESULT["content"])
-        calls = hermes.read_calls(OPENING + text.rpartition(OPENING)[2])
-        return all(part in text for part in parts) and calls == [LOOKUP]
-    return False
+        if all(part in text for part in parts):
+            if "tool_calls" in str(getattr(tokenizer, "response_template", "")):
+                return "own"
+            if hermes.read_calls(OPENING + text.rpartition(OPENING)[2]) == [LOOKUP]:
+                return "hermes"
+    return ""
+
+
+def as_hermes(tokenizer: Tokenizer, text: str) -> str:
+    """A completion, in which calls in a format of the template's own are written as Hermes does."""
+    if tool_format(tokenizer) != "own":
+        return text
+    prompt, end = render(tokenizer, [QUESTION], tools=[TOOL]), _end_of_turn(tokenizer)
+    try:
+        message: Any = tokenizer.parse_response(text + end, prefix=prompt)
+        functions = [call.get("function", call) for call in message.get("tool_calls") or []]
+        calls = [hermes.make_call(**function) for function in functions]
+    except Exception:  # of a text that does not have the format
+        return OPENING + text  # a call that cannot be read
+    written = [call_text(call.name, **call.arguments) for call in calls]
+    return "\n".join([message.get("content") or "", *written]) if calls else text
 
 
 def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
-    """The calls of a completion, up to the first unreadable one; none inside a thought, which the
-    prompt may have opened."""
+    """The calls of a completion `as_hermes`, up to the first unreadable one; none inside a thought,
+    which the prompt may have opened."""
     prompt = render(tokenizer, [QUESTION], tools=[TOOL])
     return hermes.read_calls(prompt.rpartition(QUESTION["content"])[2] + text)
 
@@ -270,11 +291,13 @@ def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
 def in_format_of(tokenizer: Tokenizer, text: str) -> str:
     """A demonstration with the calls of `call_text`, as the template writes them."""
     calls = hermes.read_calls(text)
-    if calls and writes_calls(tokenizer):
-        chat = [QUESTION, _asked(COMPLETION, calls)]
-        rest = render(tokenizer, chat, open_turn=False, tools=[TOOL]).rpartition(COMPLETION)[2]
-        content = text.partition(OPENING)[0].strip()
-        return (content + rest[: rest.rindex(CLOSING)] + CLOSING).strip()
+    if calls and tool_format(tokenizer):
+        chat = [QUESTION, _asked(text.partition(OPENING)[0].strip(), calls)]
+        prompt = render(tokenizer, [QUESTION], tools=[TOOL])
+        whole = render(tokenizer, chat, open_turn=False, tools=[TOOL])
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(whole, prompt, strict=False))
+        answer = whole[len([*equal]) :]
+        return answer.rpartition(_end_of_turn(tokenizer))[0].strip()
     # a call counts only after the thought of the prompt
     is_thought = calls and not read_calls(tokenizer, text)
     return f"{END_OF_THOUGHT}\n\n{text}" if is_thought else text
@@ -305,6 +328,11 @@ def without_tools(
         plain.append({"role": role, "content": text})
         after_result = message["role"] == "tool"
     return plain
+
+
+def _end_of_turn(tokenizer: Tokenizer) -> str:
+    """What the template writes after an answer."""
+    return render(tokenizer, [QUESTION, ANSWER], False).rpartition(COMPLETION)[2].strip()
 
 
 def _asked(content: str, calls: Sequence[Call]) -> Message:

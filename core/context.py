@@ -24,6 +24,7 @@ from core.chat_template import (
     RAW,
     Schema,
     accepts_system,
+    as_hermes,
     clean_message,
     in_format_of,
     next_prompt_ids,
@@ -125,7 +126,8 @@ class Agent:
         self._extend([{"role": "assistant", "content": text}])
         self.num_opening = self.num_opening if self.context_ids else len(prompt)
         self.context_ids, self.prompt_ids, self.num_seen = prompt + ids, [], len(self.chat)
-        response = Response(text)
+        tokenizer = self.renderer.policy.tokenizer
+        response = Response(as_hermes(tokenizer, text) if self.schemas else text)
         response.token_ids = self.context_ids[self.num_opening :]
         return response
 

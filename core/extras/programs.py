@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.chat_template import (
+    as_hermes,
     clean_message,
     next_prompt_ids,
     read_calls,
@@ -173,6 +174,7 @@ class Conversations:
         tokenizer, text = self.policy.tokenizer, completion.text
         for stop in ask.stop:
             text = text.partition(stop)[0]
+        text = as_hermes(tokenizer, text) if ask.tools else text
         content = spoken(text)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if END_OF_THOUGHT in text:
