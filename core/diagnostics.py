@@ -74,8 +74,9 @@ def active_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     return {name: message for name, message in found.items() if name not in explained}
 
 
-def _fell(records: list[Record], now: Record) -> str:
-    """Whether an accuracy is below that of an evaluation in `records`, beyond both intervals."""
+def accuracy_fell(records: list[Record], cfg: Config) -> str:
+    """No accuracy is below that of an earlier evaluation, beyond both intervals."""
+    now = records[-1]
     for then in reversed(records):
         for env in evaluated(then, "ci_low"):
             if finite(now, f"eval/{env}/ci_high") < finite(then, f"eval/{env}/ci_low"):
@@ -85,16 +86,8 @@ def _fell(records: list[Record], now: Record) -> str:
     return ""
 
 
-def accuracy_fell(records: list[Record], cfg: Config) -> str:
-    """The accuracy has not fallen since another evaluation."""
-    return _fell(records, records[-1])
-
-
 def below_start(records: list[Record], cfg: Config) -> str:
-    """The policy is no worse than before the first step: by accuracy, and by reward: each of the
-    last updates earned clearly less than the first, at the same level."""
-    if fell := _fell([*filter(evaluated, records)][:1], records[-1]):
-        return fell
+    """Not each of the last updates has earned clearly less than the first, at the same level."""
     updates = updates_of(records)
     judged = [*updates[:1], *updates[-MIN_UPDATES:]]
     start, *rewards = [finite(r, "reward/mean") for r in judged] or [math.nan]

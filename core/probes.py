@@ -13,8 +13,7 @@ episodes without sampling. core/README.md says what each metric means.
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from core.pool import EnvCall, is_program
 from core.tasks import Task, demo_tasks, training_envs
 from core.types import Completion, Rollout
 from environments.base import PLAYER, Env
-from environments.plumbing.registry import EnvSpec
 
 ELEMENTS = 256  # of each weight that are looked at
 NUM_DEMONSTRATIONS = 8
@@ -200,39 +198,38 @@ def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
 
 def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, Any]:
     """Whether first prompts are what the chat template makes of their messages."""
-    pairs = [pair for rollout in rollouts[:NUM_PROMPTS] for pair in _texts(cfg, policy, rollout)]
+    pairs = [pair for r in rollouts[:NUM_PROMPTS] if (pair := _texts(cfg, policy, r))]
     wrong = [(shown, wanted) for shown, wanted in pairs if shown != wanted]
-    if not pairs:
-        return {}
-    found: dict[str, Any] = {"groups/prompts_differ": len(wrong) / len(pairs)}
+    found: dict[str, Any] = {"groups/prompts_differ": len(wrong) / len(pairs)} if pairs else {}
     for pair in wrong[:1]:
-        part = (i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b)
-        start = max(0, next(part, 0) - 20)
+        at = next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), 0)
+        start = max(0, at - 20)
         shown, wanted = (text[start : start + 60] for text in pair)
         found["example/prompt"] = f"{shown!r} for {wanted!r}"
     return found
 
 
-def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> Iterator[tuple[str, str]]:
-    """The text of a first prompt's ids, and what the chat template makes of the messages; nothing
-    where an answer begins with a text that the environment gave, nor where it has tools."""
+def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> tuple[str, str] | None:
+    """The text of a first prompt's ids, and what the chat template makes of the messages; None
+    where an answer begins with a text that the environment gave, and where it has tools."""
     tokenizer: Any = policy.tokenizer
     if not (written := _written(rollout)) or "tools" in rollout.for_log:
-        return
+        return None
     opening, answer = rollout.messages[: written[0]], rollout.messages[written[0]]["content"]
     turn = rollout.turns[0]
     sampled = tokenizer.decode(turn.completion_ids, skip_special_tokens=True).strip()
     if answer.strip() != sampled and answer.strip().endswith(sampled):
-        return
+        return None
     shown = tokenizer.decode(turn.prompt_ids)
     if opening[0]["role"] == RAW:
-        yield shown[-len(opening[0]["content"]) :], opening[0]["content"]
-    elif cfg.system_prompt and cfg.system_prompt.strip() not in opening[0]["content"]:
-        yield shown, cfg.system_prompt
-    else:
-        with suppress(UsageError):
-            text = render(tokenizer, opening)
-            yield shown, tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+        return shown[-len(opening[0]["content"]) :], opening[0]["content"]
+    if cfg.system_prompt and cfg.system_prompt.strip() not in opening[0]["content"]:
+        return shown, cfg.system_prompt
+    try:
+        text = render(tokenizer, opening)
+    except UsageError:
+        return None
+    return shown, tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _written(rollout: Rollout) -> list[int]:
@@ -262,7 +259,14 @@ def last_answer(rollout: Rollout) -> str:
 
 def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:
     """How many of the environment's own demonstrations are right, and a wrong one, as text."""
-    envs = [env for env in training_envs(cfg.env, cfg.train_difficulty) if _demonstrates(env)]
+    envs = [
+        env
+        for env in training_envs(cfg.env, cfg.train_difficulty)
+        if isinstance(made := env.constructor, type)  # whose demonstrations cost nothing
+        and issubclass(made, Env)
+        and made.demonstrate != Env.demonstrate
+        and not any(map(env.declares, ("waits", "heavy", "luck")))
+    ]
     tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS * bool(envs), hasty=0.0)
     played = [r for r in collector.demonstrate(tasks) if not r.error and not r.episode_truncated]
     if not played:
@@ -273,13 +277,6 @@ def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any
         asked = r.messages[0]["content"][-200:]
         found["example/demonstration"] = f"{last_answer(r)!r} to {asked!r}"
     return found
-
-
-def _demonstrates(env: EnvSpec) -> bool:
-    """Whether demonstrations cost nothing, and there are some."""
-    made: Any = env.constructor
-    own = isinstance(made, type) and issubclass(made, Env) and made.demonstrate != Env.demonstrate
-    return own and not any(map(env.declares, ("waits", "heavy", "luck")))
 
 
 def judged_again(

@@ -47,10 +47,6 @@ def run_of(updates, accuracies=(), **metrics):
     return records
 
 
-def test_a_recorded_run_that_fell_raises_its_warning():
-    assert ("below_start", 10) in raised(read_records(RUNS / "smollm2/coin-seed0.jsonl"))
-
-
 @pytest.mark.parametrize("pattern", [
     "letter_counting_tiny/grpo-seed*",
     "smollm2/sums*-seed*", "tools_tiny/*-seed*", "own_environments/*-seed*",
@@ -83,14 +79,6 @@ def test_a_metric_beyond_its_limit_is_named(name, metric, fine, broken, at):
     assert raised(run_of(6, **FINE | {metric: broken})) == [(name, at)]
 
 
-def test_a_row_shows_its_number_and_its_example_and_wants_all_updates_to_agree():
-    records = run_of(1, groups__prompts_differ=0.25, example__prompt="'{a}' for 'b'")
-    (line,) = diagnostics.new_warnings(records, resolve(Config())).values()
-    assert "25%" in line and "'{a}' for 'b' (groups/prompts_differ); try " in line
-    assert raised(run_of(9, groups__advantage_sum=lambda update: update % 2)) == []
-    assert raised(run_of(9, length__hit_token_limit=1.0)[1:]) == [("never_stops", 3)]
-
-
 def test_an_algorithm_of_the_user_need_not_have_a_baseline(tmp_path):
     """As the example of algorithms/README.md: no advantage is below 0."""
     (tmp_path / "best.py").write_text("""from algorithms.options import LoopOptions
@@ -107,49 +95,58 @@ STILL = {"kl/reference": 0.0, "gap/logprob_mean": 1e-4, "update/moved": 0.01}
 SURPRISE = {"gap/surprise": 0.1, "gap/surprise_z": 4.0}
 EQUAL = {"groups/equal_answers": 300, "groups/likely_equal": 100}
 DEAD = {"groups/zero_std_fraction": 0.876, "groups/all_right": 0.5}
-CASES = [  # what breaks a fact; metrics that keep it; settings with which it need not hold
-    ("no_movement", {"update/moved": 0.0}, [DEAD | {"groups/zero_std_fraction": 1.0,
-     "groups/all_right": 1.0}], [{"lr": 0.0}]),
-    ("no_movement", SKIPPED, [{"grad/norm": 0.2}, {"grad/norm": math.nan}], []),
-    ("sampler_gap", {"gap/logprob_mean": 0.04}, [], [{"staleness": 1}, {"dtype": "bfloat16"}]),
-    ("sampler_gap", {"gap/logprob_mean": 0.06, "update/direction": 0}, [], [{"staleness": 1}]),
-    ("mixed_groups", {"groups/openings": 2}, [], [{"algo": "reinforce"}]),
-    ("values_differ", {"value/spread": 0.05}, [], [{"dtype": "bfloat16"}]),
-    ("weights_unchanged", {"update/unchanged": 0.1}, [{"update/steps": 0}], []),
-    ("step_size", {"update/step_size": 0.02}, [{"update/step_size": 3.9}, {"update/lr": 0.0},
+NOTHING = DEAD | {"groups/zero_std_fraction": 1.0, "reward/min": 0.0, "reward/max": 0.0}
+FELL = {"reward/mean": lambda update: 0.62 if update == 1 else 0.1, "reward/std": 0.44}
+CASES = [  # what breaks a fact, and when; metrics that keep it; settings where it need not hold
+    ("no_movement", 2, {"update/moved": 0.0}, [NOTHING | {"groups/all_right": 1.0,
+     "reward/max": 1.0}], [{"lr": 0.0}]),
+    ("no_movement", 2, SKIPPED, [{"grad/norm": 0.2}, {"grad/norm": math.nan}], []),
+    ("sampler_gap", 3, {"gap/logprob_mean": 0.04}, [], [{"staleness": 1}, {"dtype": "bfloat16"}]),
+    ("sampler_gap", 3, {"gap/logprob_mean": 0.06, "update/direction": 0}, [], [{"staleness": 1}]),
+    ("mixed_groups", 3, {"groups/openings": 2}, [], [{"algo": "reinforce"}]),
+    ("values_differ", 2, {"value/spread": 0.05}, [], [{"dtype": "bfloat16"}]),
+    ("weights_unchanged", 3, {"update/unchanged": 0.1}, [{"update/steps": 0}], []),
+    ("step_size", 2, {"update/step_size": 0.02}, [{"update/step_size": 3.9}, {"update/lr": 0.0},
      {"update/lr": 5e-7}, {"update/steps": 0}], [{"lr": 0.0}]),
-    ("step_size", {"update/step_size": 4.1}, [{"update/steps": 4, "kl/approx": 0.1}], []),
-    ("loss_weight", {"loss/weight": 0.5}, [{"loss/weight": 0.0}],
+    ("step_size", 2, {"update/step_size": 4.1}, [{"update/steps": 4, "kl/approx": 0.1}], []),
+    ("loss_weight", 3, {"loss/weight": 0.5}, [{"loss/weight": 0.0}],
      [{"mask_truncated_completions": True}, {"options": grpo.Options("dr_grpo")}]),
-    ("tokens_left_out", {"tokens/trained": 90}, [{"episodes/failed": 0.1},
+    ("tokens_left_out", 3, {"tokens/trained": 90}, [{"episodes/failed": 0.1},
      {"episodes/no_reward": 0.1}], [{"filter_groups": 1}, {"mask_truncated_completions": True}]),
-    ("tokens_left_out", {"tokens/trained": 100}, [], []),
-    ("wrong_direction", {"update/direction": 0.0}, [{"gap/logprob_mean": 4e-4,
+    ("tokens_left_out", 3, {"tokens/trained": 100}, [], []),
+    ("wrong_direction", 3, {"update/direction": 0.0}, [{"gap/logprob_mean": 4e-4,
      "update/moved": 7e-4}], [{"gamma": 0.9}, {"kl_coef": 1.0}]),
-    ("ratio_stays_one", MOVED | {"kl/approx": 9e-8}, [{"kl/approx": 2e-7}, {"update/steps": 1},
+    ("ratio_stays_one", 2, MOVED | {"kl/approx": 9e-8}, [{"kl/approx": 2e-7}, {"update/steps": 1},
      {"update/moved": 9e-5}], []),
-    ("reference_differs", {"kl/reference": 1e-3}, [{"kl/reference": 9e-7}],
+    ("reference_differs", 1, {"kl/reference": 1e-3}, [{"kl/reference": 9e-7}],
      [{"kl_coef": 0.1, "num_epochs": 2}, {"kl_coef": 0.1, "num_minibatches": 2}]),
-    ("reference_moves", STILL, [{"kl/reference": lambda update: 1e-5 * (update > 1)},
+    ("reference_moves", 3, STILL, [{"kl/reference": lambda update: 1e-5 * (update > 1)},
      {"update/moved": 9e-4}, {"gap/logprob_mean": 4e-4, "update/moved": 1.1e-3}], []),
-    ("draws_otherwise", SURPRISE, [{"gap/surprise_z": 1.0}, {"gap/surprise": 0.005}],
+    ("draws_otherwise", 2, SURPRISE, [{"gap/surprise_z": 1.0}, {"gap/surprise": 0.005}],
      [{"staleness": 1}, {"filter_groups": 2}]),
-    ("draws_otherwise", SURPRISE | {"gap/surprise": -0.02, "gap/surprise_z": -9.0}, [], []),
-    ("equal_answers", EQUAL, [{"groups/likely_equal": 140}], []),
-    ("equal_answers", EQUAL | {"groups/equal_answers": 0}, [{"groups/likely_equal": 27}], []),
-    ("dead_groups", DEAD, [{"groups/zero_std_fraction": 0.874}, {"groups/all_right": 0.91,
+    ("draws_otherwise", 2, SURPRISE | {"gap/surprise": -0.02, "gap/surprise_z": -9.0}, [], []),
+    ("equal_answers", 2, EQUAL, [{"groups/likely_equal": 140}], []),
+    ("equal_answers", 2, EQUAL | {"groups/equal_answers": 0}, [{"groups/likely_equal": 27}], []),
+    ("dead_groups", 5, DEAD, [{"groups/zero_std_fraction": 0.874}, {"groups/all_right": 0.91,
      "groups/zero_std_fraction": 1.0}], [{"algo": "ppo"}]),
+    ("dead_groups", 5, NOTHING | {"reward/max": lambda update: 0.5 * (update == 2)}, [],
+     [{"algo": "reinforce"}]),
+    # returns that are always equal are named once, whatever the algorithm
+    ("no_reward", 3, NOTHING, [{"reward/max": lambda update: 0.5 * (update == 2),
+     "groups/zero_std_fraction": 0.5}], []),
+    ("no_reward", 3, NOTHING | {"reward/min": -1.0, "reward/max": -1.0}, [], []),
+    ("no_reward", 3, NOTHING | {"reward/min": 1.0, "reward/max": 1.0}, [], []),
+    # 0.52 below the first is little of 0.7; back for a moment; a curriculum; few rollouts
+    ("below_start", 4, FELL, [{"reward/std": 0.7}, {"groups/level": lambda update: update}],
+     [{"num_prompts": 4}]),
+    ("below_start", 6, FELL | {"reward/mean": lambda u: {1: 0.62, 3: 0.5}.get(u, 0.1)}, [], []),
 ]  # fmt: skip
 
 
-def test_a_reference_may_be_the_policy_at_update_1():
-    assert raised(run_of(3, **FINE | STILL)) == [("reference_moves", 3)]
-
-
-@pytest.mark.parametrize(("name", "broken", "kept", "settings"), CASES)
-def test_where_a_fact_holds_and_where_not(name, broken, kept, settings):
+@pytest.mark.parametrize(("name", "at", "broken", "kept", "settings"), CASES)
+def test_where_a_fact_holds_and_where_not(name, at, broken, kept, settings):
     metrics = FINE | broken
-    assert {found for found, _ in raised(run_of(8, **metrics))} == {name}
+    assert raised(run_of(8, **metrics)) == [(name, at)]
     for change in kept:
         assert raised(run_of(8, **metrics | change)) == [], change
     for some in settings:
@@ -186,52 +183,22 @@ def test_missing_and_non_finite_values_raise_no_warning(value):
     assert raised(run_of(15, {0: 0.1, 5: 0.5, 15: 0.5}, **dict.fromkeys(names, value))) == []
 
 
-@pytest.mark.parametrize("algo", ["grpo", "reinforce"])
-@pytest.mark.parametrize(("earned", "found"), [
-    ({}, ("no_reward", 3)),
-    ({"reward/min": -1.0, "reward/max": -1.0}, ("no_reward", 3)),
-    ({"reward/min": 1.0, "reward/max": 1.0, "groups/all_right": 1.0}, ("no_reward", 3)),
-    ({"reward/max": lambda update: 0.5 if update == 2 else 0.0}, ("dead_groups", 5)),
-])  # fmt: skip
-def test_returns_that_are_always_equal_are_named_once(algo, earned, found):
-    nothing = {"reward/min": 0.0, "reward/max": 0.0, **DEAD, "groups/zero_std_fraction": 1.0}
-    name, _ = found
-    expected = [found] if name == "no_reward" or algo == "grpo" else []
-    assert raised(run_of(2, **nothing | earned), algo=algo) == []
-    assert raised(run_of(9, **nothing | earned), algo=algo) == expected
-
-
-def test_unreadable_answers_that_earn_nothing_are_a_sentence():
-    """A flag that few report, for which it is true, is not that of all."""
-    records = run_of(3, reward__min=0.0, reward__max=0.0, info__invalid=1.0)
-    assert (
-        "; 100% of the answers could not"
-        in diagnostics.new_warnings(records, Config())["no_reward"]
-    )
-    records[-1]["reported/invalid"] = 3
-    assert "could not" not in diagnostics.new_warnings(records, Config())["no_reward"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "updates"),
-    [
-        ({}, 4),
-        ({"reward/std": 0.7}, None),  # 0.52 of 0.7
-        ({"reward/mean": lambda u: {1: 0.62, 3: 0.5}.get(u, 0.1)}, 6),  # back for a moment
-        ({"groups/level": lambda u: u}, None),  # a curriculum
-    ],
-)
-def test_a_reward_that_falls_below_its_start_is_a_warning(changes, updates):
-    fell = {"reward/mean": lambda u: 0.62 if u == 1 else 0.1, "reward/std": 0.44}
-    records = run_of(8, **fell | changes)
-    assert raised(records) == ([("below_start", updates)] if updates else [])
-    assert raised(records, num_prompts=4) == []  # the mean of few rollouts is too uncertain
+def test_a_message_has_its_numbers_and_its_example():
+    records = run_of(3, groups__prompts_differ=0.25, example__prompt="'{a}' for 'b'",
+                     reward__min=0.0, reward__max=0.0, info__invalid=1.0)  # fmt: skip
+    found = diagnostics.active_warnings(records, resolve(Config()))
+    assert "25%" in found["prompts_differ"]
+    assert "'{a}' for 'b' (groups/prompts_differ); try " in found["prompts_differ"]
+    assert "; 100% of the answers could not" in found["no_reward"]
+    records[-1]["reported/invalid"] = 3  # a flag of few, for which it is true
+    assert "could not" not in diagnostics.active_warnings(records, Config())["no_reward"]
 
 
 def test_a_held_out_accuracy_that_falls_is_a_warning_with_its_updates():
-    assert raised(run_of(9, {0: 0.5, 5: 0.39})) == [("below_start", 5)]
+    assert raised(run_of(9, {0: 0.5, 5: 0.39})) == [("accuracy_fell", 5)]
     assert raised(run_of(9, {0: 0.5, 5: 0.41})) == []
     later = run_of(20, {0: 0.2, 5: 0.7, 10: 0.8, 15: 0.69, 20: 0.5})
     assert raised(later) == [("accuracy_fell", 15)] and raised(later[:15]) == []
     found = diagnostics.active_warnings(later, Config())["accuracy_fell"]
     assert found.startswith("accuracy on e:k=1 fell to 0.50, from 0.69 at update 15; try ")
+    assert ("accuracy_fell", 10) in raised(read_records(RUNS / "smollm2/coin-seed0.jsonl"))
