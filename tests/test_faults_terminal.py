@@ -58,7 +58,6 @@ def fail(text):
 ])  # fmt: skip
 def test_no_text_of_others_acts_on_the_terminal(place, monkeypatch, capsys):
     monkeypatch.setattr(play, "CONSOLE", console := Console(width=200, highlight=False))
-    monkeypatch.setattr(chat, "NOTES", console)
     rng = random.Random(0)
     for text in (*ATTACKS, *("".join(rng.choices(ATTACKS, k=3)) for _ in range(3))):
         place(text, console)
@@ -70,15 +69,6 @@ def test_no_text_of_others_acts_on_the_terminal(place, monkeypatch, capsys):
 def test_a_usage_error_is_one_line_and_exit_code_2(capsys):
     assert cli.execute(fail, [], lambda args: "a\nb") == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_any_name_can_stand_in_the_curves(tmp_path):
-    name = "$\\frac{_a" + "x" * 300
-    metrics = {"reward/mean": 0.5, f"info/{name}": 0.5, "warnings": {name: name}}
-    accuracy = {f"eval/{name}/{key}": 0.5 for key in ("accuracy", "ci_low", "ci_high")}
-    records = [{"update": update, **metrics, **accuracy} for update in range(2)]
-    curves.draw_curves(tmp_path / "curves.png", records, name)
-    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_a_page_that_cannot_be_made_costs_itself_and_one_line(tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("records", [
     [{"sft_step": 20}],
-    [evaluated(0, 0.2, trivial=0.1), {"update": 1, "reward/mean": None, "info/speed": 1.0}],
+    [evaluated(0, 0.2, trivial=0.1), {"update": 1, "reward/mean": None, "info/$\\frac{_a": 1.0}],
 ])  # fmt: skip
 def test_pages_are_written_at_any_stage_of_a_run_without_pyplot(tmp_path, monkeypatch, records):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # it would change the backend

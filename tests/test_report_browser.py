@@ -14,6 +14,7 @@ pytestmark = pytest.mark.browser
 RETURNS = ([0.0, 1.0, 0.5], [0.25, 0.25, 0.25], [1.0, 0.2, 0.6])  # of the groups of an update
 LOGPROBS = [-0.5, -0.25], [-0.5, -0.375], [-0.125, -0.75]  # sampler, trainer, after
 MARKUP = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 2'>&lt; \ud800"
+BROKEN = {"error": "ValueError: broken"}
 
 
 def rollouts_of(update, returns):
@@ -25,24 +26,29 @@ def rollouts_of(update, returns):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The path of a report of two updates; its name is any legal one of a folder."""
+def report(tmp_path_factory):
+    """The path of a report of three updates, the third with failures; its name is any legal one of
+    a folder."""
     rows = rollouts_of(1, RETURNS) + rollouts_of(2, RETURNS[::-1])
-    metrics = [evaluated(update, 0.2 + update / 4) for update in range(3)]
+    rows += [row("train", 3, 0, f"answer {i}", reward) for i, reward in enumerate((1.0, 1.0, 0.0))]
+    rows += [row("train", 3, seed, "x", **BROKEN) for seed in (0, 0, 1)]
+    rows += [row("eval", 0, seed, "x", 0.0) for seed in (5, 6)]
+    rows += [row("eval", 3, 5, "x", 1.0), row("eval", 3, 6, "x", **BROKEN)]
+    metrics = [evaluated(update, 0.2 + update / 4) for update in range(4)]
     folder = tmp_path_factory.mktemp("runs") / "a<img src=x onerror=window.ran=3>"
-    return write_report(write_run(folder, metrics, rows), {**CONFIG, "eval_num_tasks": 256})
+    return write_report(write_run(folder, metrics, rows), CONFIG)
 
 
 @pytest.fixture
-def page(tab, run):
-    """The report in a tab; it fetches nothing else."""
+def page(tab, report):
+    """The report in a tab, at its first update; it fetches nothing else."""
     page, requests, _ = tab
-    page.goto(run.as_uri())
+    page.goto(report.as_uri())
     page.wait_for_selector("html[data-ready]")
     page.locator("#update").fill("0")
-    assert page.locator("#at").inner_text() == "update 1 of 2"
+    assert page.locator("#at").inner_text() == "update 1 of 3"
     yield page
-    assert requests == [run.as_uri()]
+    assert requests == [report.as_uri()]
 
 
 def test_groups_are_sorted_filtered_and_searched(page):
@@ -81,20 +87,11 @@ def test_tokens_show_their_numbers(page):
     assert "token 2 of 2" in inspector.inner_text() and "became less" in inspector.inner_text()
 
 
-def test_failed_rollouts_are_in_no_baseline_and_no_verdict(tab, tmp_path):
-    rows = [row("train", 1, 0, f"answer {i}", reward) for i, reward in enumerate((1.0, 1.0, 0.0))]
-    rows += [row("train", 1, seed, "x", error="ValueError: broken") for seed in (0, 0, 1)]
-    rows += [row("eval", 0, seed, "x", 0.0) for seed in (5, 6)]
-    rows += [row("eval", 1, 5, "x", 1.0), row("eval", 1, 6, "x", error="ValueError: broken")]
-    metrics = [evaluated(0, 0.0), evaluated(1, 0.5)]
-    page = tab[0]
-    page.goto(write_report(write_run(tmp_path / "run", metrics, rows), CONFIG).as_uri())
-    page.wait_for_selector("html[data-ready]")
-    first, second = (
-        a.locator(".head").first.inner_text() for a in page.locator("#groups article").all()
-    )
+def test_failed_rollouts_are_in_no_baseline_and_no_verdict(page):
+    page.locator("#update").fill("2")
+    first, second = page.locator("#groups article .head").all_inner_texts()
     assert "2 of 3 correct · mean return 0.67 · std 0.58" in first and "2 failed" in first
     assert "1 failed" in second and "mean" not in second
     assert "1 went from wrong to correct, 0 from correct to wrong" in page.inner_text("#paired")
     page.select_option("#change", "")
-    assert "ValueError: broken" in page.inner_text("#pairs")
+    assert BROKEN["error"] in page.inner_text("#pairs")
