@@ -1,9 +1,7 @@
-"""Restores global process state that vLLM changes: seeds, threads, signal handlers, environment."""
+"""Restores global process state that vLLM changes: random generators, threads, environment."""
 
-import logging
 import os
 import random
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,28 +13,21 @@ import torch
 
 @contextmanager
 def preserve_process_state(**environment: str) -> Iterator[None]:
-    """Restores seeds, thread counts, signal handlers, logging and environment variables on exit.
+    """Restores random generators, the number of threads and environment variables on exit.
 
     Inside, the given environment variables are set and Python warnings are hidden.
     """
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    root_logger, variables = logging.getLogger(), dict(os.environ)
-    log_level, log_handlers = root_logger.level, list(root_logger.handlers)
+    variables = dict(os.environ)
     os.environ.update(environment)
     try:
         # vLLM needs a stdout with a file descriptor; in a notebook, sys.stdout has none
-        with preserve_random_state(), warnings.catch_warnings(), redirect_stdout(sys.__stdout__):
-            warnings.simplefilter("ignore")
+        hidden = warnings.catch_warnings(action="ignore")
+        with preserve_random_state(), redirect_stdout(sys.__stdout__), hidden:
             yield
     finally:
         torch.set_num_threads = set_num_threads  # vLLM replaces the function
         torch.set_num_threads(num_threads)
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        root_logger.setLevel(log_level)
-        root_logger.handlers[:] = log_handlers
         os.environ.clear()
         os.environ.update(variables)
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from core import weight_sharing
 from core.config import Config
-from core.load_trace import Copy, View, base_weights, whole_view
 from core.loading import load_policy
+from core.weight_sharing import Copy, View, base_weights, whole_view
 
 FUSED = {  # in vLLM's order
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
