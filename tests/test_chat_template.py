@@ -7,7 +7,6 @@ and "▁" for a space if `pieces`.
 import random
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from core.context import Agent, Renderer
 from core.faults import UsageError
 from core.policy import Policy
 from core.sampler import to_completion
-from core.tiny import tiny_tokenizer
 from core.types import Rollout
 from environments.base import Step
 from environments.plumbing.tools import Call, call_text
@@ -54,32 +52,26 @@ def template_of(model):
     return file.read_text(encoding="utf-8")
 
 
-class Known(NamedTuple):
-    template: str
-    special: str  # special tokens
-    opening: str  # the first prompt, to "Hi"
-    end: str  # the token that ends an answer
-    after: str  # between this token and the second answer, with the message "So?"
-
-
+# The template, special tokens, the first prompt (to "Hi"), the token that ends an answer, and what
+# is between this token and the second answer, with the message "So?"
 KNOWN = {
-    "qwen3": Known(
+    "qwen3": (
         template_of("qwen3"), "<|endoftext|> <|im_end|> <|im_start|>",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         "<|im_end|>",
         "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     ),
-    "gemma": Known(
+    "gemma": (
         template_of("gemma3"), "<bos> <eos> <start_of_turn> <end_of_turn>",
         "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>",
         "\n<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n",
     ),
-    "deepseek r1": Known(
+    "deepseek r1": (
         template_of("deepseek_r1_distill"), "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
         "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜><think>\n", "<｜end▁of▁sentence｜>",
         "<｜User｜>So?<｜Assistant｜><think>\n",
     ),
-    "glm 4.5": Known(
+    "glm 4.5": (
         template_of("glm4moe"),
         "<sop> <|endoftext|> [gMASK] <|user|> <|assistant|> <|observation|>",
         "[gMASK]<sop><|user|>\nHi<|assistant|>", "<|user|>", "\nSo?<|assistant|>",
@@ -112,9 +104,9 @@ def byte_tokenizer(template, special, added, bos, eos, pieces=False):
 
 
 def tokenizer_of(name, added=THINK, pieces=False):
-    known = KNOWN[name]
-    special = known.special.split()
-    tokenizer = byte_tokenizer(known.template, special, added, *special[:2], pieces)
+    template, special, *_ = KNOWN[name]
+    special = special.split()
+    tokenizer = byte_tokenizer(template, special, added, *special[:2], pieces)
     set_template_options(tokenizer, {"enable_thinking": False} if name == "qwen3" else {})
     return tokenizer
 
@@ -138,33 +130,33 @@ def answer(agent, text):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_template_opens_ends_and_continues_a_turn(name):
-    tokenizer, known = tokenizer_of(name), KNOWN[name]
+    tokenizer, (_, _, opening, end, after) = tokenizer_of(name), KNOWN[name]
     eos = tokenizer.eos_token  # which the template's takes the place of
-    for end in (known.end, "", eos):  # or cut off
+    for sampled_end in (end, "", eos):  # or cut off
         agent = agent_with(tokenizer, [HI])
-        assert tokenizer.decode(agent.prompt_ids) == known.opening
-        stop = agent.renderer.policy.end_of_turn_id
-        assert stop == tokenizer.convert_tokens_to_ids(known.end)
-        answer(agent, "Yes" + end)
+        assert tokenizer.decode(agent.prompt_ids) == opening
+        assert tokenizer.decode([agent.renderer.policy.end_of_turn_id]) == end
+        answer(agent, "Yes" + sampled_end)
         sampled = agent.context_ids
         agent.read(Step(SO, 0.0, False))
-        assert tokenizer.decode(agent.prompt_ids) == known.opening + "Yes" + known.end + known.after
-        kept = len(sampled) - (end == eos != known.end)
+        assert tokenizer.decode(agent.prompt_ids) == opening + "Yes" + end + after
+        kept = len(sampled) - (sampled_end == eos != end)
         assert agent.prompt_ids[:kept] == sampled[:kept]
 
 
 def test_an_answer_that_an_environment_begins_is_continued():
-    tokenizer, known, prefill = tokenizer_of("gemma"), KNOWN["gemma"], "Yes, né"
+    tokenizer, (_, _, opening, _, after) = tokenizer_of("gemma"), KNOWN["gemma"]
+    prefill = "Yes, né"
     agent = agent_with(tokenizer, [HI, {"role": "assistant", "content": prefill}])
     begun = prompt_ids(tokenizer, [HI])
-    assert tokenizer.decode(agent.prompt_ids) == known.opening + prefill
+    assert tokenizer.decode(agent.prompt_ids) == opening + prefill
     assert agent.prompt_ids[: len(begun)] == begun
     said = answer(agent, "!")
     assert said == prefill + "!" and said.token_ids == agent.rollout.turns[0].completion_ids
     assert agent.chat == agent.rollout.messages == [HI, {"role": "assistant", "content": said}]
     agent.read(Step(SO, 0.0, False))
     text = tokenizer.decode(agent.prompt_ids)
-    assert text.startswith(known.opening + said) and text.endswith(known.after)
+    assert text.startswith(opening + said) and text.endswith(after)
 
 
 def test_a_call_in_a_thought_that_the_prompt_opened_is_none():
@@ -236,24 +228,12 @@ def test_tags_that_are_tokens_and_no_part_of_a_turn_stay_tokens(special):
     assert [ids.count(tag) for tag in tags] == [1, 1] and text in tokenizer.decode(ids)
 
 
-def test_a_template_that_refuses_a_chat_or_fails_is_one_line():
-    tokenizer = tokenizer_of("gemma")
-    with pytest.raises(UsageError, match="roles must alternate"):
-        prompt_ids(tokenizer, [HI, HI])
-    tokenizer = tiny_tokenizer()  # that of another template keeps what it has rendered
-    tokenizer.chat_template = "{{ 1 / 0 }}"
-    with pytest.raises(UsageError, match="refuses"):
-        prompt_ids(tokenizer, [HI])
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (EACH + "{{ m.role }}: {{ m.content }}\n\n" + END, "does not close"),
-        (CHATML + END, "ignores add_generation_prompt.*'<|im_start|>assistant"),
-        (CHATML.replace("m.content", "m.content | upper") + HEADER, "rewrites"),
-    ],
-)
+@pytest.mark.parametrize(("template", "message"), [
+    (EACH + "{{ m.role }}: {{ m.content }}\n\n" + END, "does not close"),
+    (CHATML + END, "ignores add_generation_prompt.*'<|im_start|>assistant"),
+    (CHATML.replace("m.content", "m.content | upper") + HEADER, "rewrites"),
+    ("{{ 1 / 0 }}", "refuses"), ("{{ raise_exception('roles must alternate') }}", "alternate"),
+])  # fmt: skip
 def test_a_template_that_cannot_be_trained_with_is_refused(template, message):
     tokenizer = tokenizer_of("qwen3")
     tokenizer.chat_template = template
