@@ -25,41 +25,37 @@ def logits(policy):
         return policy.to_logits(policy.hidden_states(IDS))
 
 
-class EngineModel(nn.Module):
-    """Loads weights as vLLM does: fuses q, k, v and gate, up; pads the vocabulary.
+def fused(name):
+    """vLLM's name, with / for a dot, and the place of the weight in that parameter."""
+    for place, (part, whole) in enumerate(FUSED.items()):
+        if part in name:
+            return name.replace(part, whole).replace(".", "/"), place
+    return name.replace(".", "/"), 0
 
-    Its parameters have the names of vLLM, with / for a dot.
-    """
+
+class EngineModel(nn.Module):
+    """Loads weights as vLLM does: fuses q, k, v and gate, up; pads the vocabulary."""
 
     def __init__(self, model):
         super().__init__()
-        self.rows, self.shapes = {}, {}
-        for name, weight in base_weights(model).items():
-            name, _ = self.place(name)
-            self.rows[name] = self.rows.get(name, 0) + len(weight)
-            self.shapes[name] = weight.shape[1:]
-        for name, rows in self.rows.items():
-            if "embed" in name or "lm_head" in name:
-                rows = -(-rows // 64) * 64
-            parameter = nn.Parameter(torch.empty(rows, *self.shapes[name]), requires_grad=False)
-            self.register_parameter(name.replace(".", "/"), parameter)
-
-    def place(self, name):
-        for part, fused in FUSED.items():
-            if part in name:
-                return name.replace(part, fused), list(FUSED).index(part)
-        return name, 0
+        self.parts, weights = {}, base_weights(model)
+        for name in sorted(weights, key=lambda name: fused(name)[1]):
+            self.parts.setdefault(fused(name)[0], []).append(name)
+        for name, parts in self.parts.items():
+            rows = sum(len(weights[part]) for part in parts)
+            rows += -rows % 64 if "embed" in name or "lm_head" in name else 0
+            empty = torch.empty(rows, *weights[parts[0]].shape[1:])
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def load_weights(self, weights):
-        filled = {}
-        for name, weight in sorted(weights, key=lambda item: self.place(item[0])[1]):
-            name, _ = self.place(name)
-            parameter = getattr(self, name.replace(".", "/"))
-            start = filled.get(name, 0)
-            filled[name] = start + len(weight)
-            parameter.data.narrow(0, start, len(weight)).copy_(weight)
-        for name, rows in filled.items():
-            getattr(self, name.replace(".", "/"))[rows:].data.fill_(0)
+        weights = dict(weights)
+        for name, parts in self.parts.items():
+            rows = getattr(self, name).data
+            for weight in [weights[part] for part in parts if part in weights]:
+                rows[: len(weight)].copy_(weight)
+                rows = rows[len(weight) :]
+            if weights.keys() & parts:
+                rows.fill_(0)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
