@@ -18,8 +18,7 @@ IMAGES = "Gemma3 with images"
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 FAMILIES = {  # what each does to its logits, or which layers it has; the settings
-    "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
-    "Gemma2": {"final_logit_softcapping": 2.0, "sliding_window": 8},
+    "Granite": {}, "Gemma2": {"final_logit_softcapping": 2.0},
     IMAGES: {"text_config": small_models.SHAPE | {"final_logit_softcapping": 2.0},
              "vision_config": VISION, "mm_tokens_per_image": 1},
     "FalconH1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,

@@ -52,9 +52,8 @@ def test_random_weights_follow_the_seed_until_a_run_has_trained_from_them(tmp_pa
 
 
 def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder):
-    policy, other = (
-        load_small(qwen3_folder, dtype="bfloat16", lora_rank=4, seed=i) for i in (0, 1)
-    )
+    options = {"dtype": "bfloat16", "lora_rank": 4}
+    policy, other = load_small(qwen3_folder, **options), load_small(qwen3_folder, seed=1, **options)
     pairs = zip(policy.trainable().values(), other.trainable().values(), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)  # the seed draws them
     base = {n: p.clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
@@ -147,21 +146,19 @@ def test_the_adapters_of_a_run_are_trained_on(tmp_path, monkeypatch):
     from peft import AutoPeftModelForCausalLM
 
     monkeypatch.chdir(tmp_path)
-    first, options = Path("runs/first"), {"lora_rank": 2}
-    policy = load(folder_of_model("tiny-random", first / "base"), **options)
+    policy = load(folder_of_model("tiny-random", Path("runs/a/base")), lora_rank=2)
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.normal_()
         expected = logits_of(policy)
-    (tmp_path / "elsewhere").mkdir()
-    model = export_model(first, policy).absolute()
-    monkeypatch.chdir(tmp_path / "elsewhere")  # PEFT finds the base from any folder
+    model = export_model(Path("runs/a"), policy).absolute()
+    monkeypatch.chdir(tmp_path.parent)  # PEFT finds the base from any folder
     theirs = AutoPeftModelForCausalLM.from_pretrained(model)(IDS).logits[0]
     torch.testing.assert_close(theirs, expected)
-    folder = (tmp_path / first).rename(tmp_path / "runs/moved") / "model"
-    again = load(folder, **options)
-    assert again.trainable().keys() == policy.trainable().keys()
-    assert torch.equal(logits_of(again), expected) and again.lora_rank == 2
+    folder = model.parent.rename(tmp_path / "runs/moved") / "model"
+    again = load(folder, lora_rank=2)
+    assert torch.equal(logits_of(again), expected)
+    assert again.lora_rank == 2 and again.trainable().keys() == policy.trainable().keys()
     for wrong in (4, 0):
         with pytest.raises(UsageError, match="--lora-rank 2"):
             load(folder, lora_rank=wrong)
