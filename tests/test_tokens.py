@@ -88,7 +88,8 @@ def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
         sizes.append(len(h))
         return h @ head.T
 
-    _, entropy, _ = token_logprobs(hidden, *places(MASK), to_logits, chunk=4, entropy_grad=False)
+    nodes, drawn = (x.repeat(2) for x in places(MASK))  # each after the same prefix twice
+    _, entropy, _ = token_logprobs(hidden, nodes, drawn, to_logits, chunk=4, entropy_grad=False)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
     assert not entropy.requires_grad  # and so it needs no backward pass
     logprobs, entropy, _ = token_logprobs(hidden, *places(MASK & False), to_logits)
