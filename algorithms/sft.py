@@ -25,6 +25,8 @@ def schedule(step: int, num_steps: int) -> float:
 
     >>> [round(schedule(s, 800), 2) for s in (0, 49, 400, 799)]
     [0.02, 1.0, 1.0, 0.05]
+    >>> [round(schedule(s, 10), 2) for s in (0, 4, 9)]  # so few rise until it falls
+    [0.1, 0.5, 0.05]
     """
     warmup = min(1.0, (step + 1) / min(50, num_steps))
     remaining = (num_steps - 1 - step) / max(1.0, 0.4 * num_steps)

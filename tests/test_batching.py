@@ -96,21 +96,20 @@ def test_rollouts_without_an_advantage_have_micro_batches_of_their_own(policy):
 def test_micro_batches_keep_their_budget_and_every_sampled_token(max_tokens, share):
     alike = [rollout(([1, 2, 3, 4, 5, 6], [i], 0.0)) for i in range(7, 12)]
     batch = to_tokens([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1), *alike])
+    expected = {  # number: the token before, the token
+        number: (s.token_ids[t - 1], s.token_ids[t])
+        for s in batch.sequences for t, number in enumerate(s.numbers) if number >= 0
+    }  # fmt: skip
     seen = []
     for micro in cut_into(batch.sequences, max_tokens, share):
         computed = micro.tree.input_ids if share else micro.input_ids
         assert computed.numel() <= max_tokens or len(micro.input_ids) == 1
-        seen += zip(micro.numbers.tolist(), micro.targets.tolist(), strict=True)
-        known, before = batch[micro.numbers], computed.flatten()[micro.predictors]
-        assert known.sampler_logprobs.tolist() == [-0.5 * t for t in micro.targets.tolist()]
-        texts = [(s, s.numbers.index(n)) for n in micro.numbers.tolist()
-                 for s in micro.sequences if n in s.numbers]  # fmt: skip
-        assert before.tolist() == [s.token_ids[place - 1] for s, place in texts]
-    assert sorted(seen) == sorted(
-        (number, token) for s in batch.sequences
-        for number, token in zip(s.numbers, s.token_ids, strict=True) if number >= 0
-    )  # fmt: skip
-    assert [number for number, _ in sorted(seen)] == [*range(15)]
+        before = computed.flatten()[micro.predictors].tolist()
+        for number, *tokens in zip(micro.numbers, before, micro.targets.tolist(), strict=True):
+            seen.append(int(number))
+            assert expected[seen[-1]] == tuple(tokens)
+            assert batch[number].sampler_logprobs == -0.5 * tokens[1]
+    assert sorted(seen) == sorted(expected) == [*range(15)]
 
 
 def test_a_batch_without_tokens():

@@ -28,8 +28,6 @@ from core.sampler import SamplingParams
 from core.workshop import checker
 from environments.plumbing.registry import describe_error
 
-VALUE_COEF = 0.5  # coefficient of the value loss, as in PPO
-
 
 @dataclass(frozen=True)
 class Options(LoopOptions):
@@ -112,7 +110,7 @@ class Exercises:
         added. Gradients flow through `tokens.logprobs` and `tokens.values`.
         """
         grid, token_weights = rows_of(tokens.sequence), tokens.token_weights
-        mask = pad(token_weights, grid) > 0
+        mask = pad(token_weights, grid) > 0  # [Q, N]
         ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
         factors = tokens.importance_weights * tokens.advantages
         loss = 0 * tokens.logprobs.sum()
@@ -126,7 +124,7 @@ class Exercises:
         metrics = surrogate_metrics(tokens, ratio, *clip)
         if 7 in self.exercises:
             error = (tokens.values - tokens.value_targets) ** 2 / 2
-            loss = loss + VALUE_COEF * (token_weights * error).sum()
+            loss = loss + 0.5 * (token_weights * error).sum()
             metrics["value/loss"] = error[tokens.in_loss].sum().item()
         return loss, metrics
 
@@ -135,10 +133,8 @@ class Exercises:
         return ratio * self._call(6, logprobs, other, like=logprobs)
 
     def draw(self, logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples token ids [C] from logits [C, V] with exercise 8; returns them and log-probs [C].
-
-        `chance` [C], uniform in [0, 1), seeds the exercise's generator.
-        """
+        """Ids and their log-probs, [C], from logits [C, V] by exercise 8, whose generator `chance`
+        [C] seeds, numbers in [0, 1)."""
         generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
         inputs = logits.float(), params.temperature, generator
         ids, logprobs = self._call(8, *inputs, like=(chance.long(), chance))
@@ -159,10 +155,9 @@ class Exercises:
 
 def load_scratch(cfg: Config) -> Algorithm:
     """Imports the file of --algo and checks its exercises; `scratch` is ./scratch.py, or else the
-    one beside train.py. An exercise that is wrong is allowed; `remarks` names it.
+    one beside train.py. `remarks` names those that are wrong.
 
-    Raises UsageError if the file cannot be imported, or if an exercise that training needs is not
-    written yet.
+    Raises UsageError if the file cannot be imported, or what training needs is not written yet.
     """
     options = cfg.options
     assert isinstance(options, Options)

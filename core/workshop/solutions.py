@@ -1,9 +1,4 @@
-"""One solution to each exercise of scratch.py; `python scratch.py --solution N` prints it.
-
-The library computes the same for many rollouts at once and in less memory: exercise 1 in
-algorithms/token_logprobs.py, 6 in kl.py, 3 and 5 in grpo.py, 4 in reinforce.py, 7 in ppo.py, 2
-in core/batching.py, 8 in core/sampler.py, 9 in train.py.
-"""
+"""One solution to each exercise of scratch.py; `python scratch.py --solution N` prints it."""
 
 import torch
 from torch import Tensor, nn
