@@ -61,45 +61,50 @@ def test_scalerl_takes_the_deviation_of_the_batch_and_the_mean_of_each_group():
     assert (options.scale_rewards, options.aggregation) == ("batch", "prompt")
 
 
-def loss_of(algorithm, options, old, now, advantage, sampler=0.5, in_loss=True):
-    """Of one token with these probabilities: loss, gradient of its log-prob, and metrics."""
-    one = torch.ones(1)
-    logprobs = (one * now).log().requires_grad_()
-    tokens = Tokens(in_loss=one > (not in_loss), old_logprobs=(one * old).log(), logprobs=logprobs,
-                    sampler_logprobs=(one * sampler).log(), advantages=one * advantage,
-                    importance_weights=one, token_weights=one)  # fmt: skip
-    loss, metrics = algorithm.compute_loss(tokens, options)
-    loss.backward()
-    return loss.item(), logprobs.grad.item(), metrics
-
-
 GRPO = grpo.Options("grpo", clip_low=0.2, clip_high=0.3).with_preset()
-PG = reinforce.Options()
+PG, DPPO, ANY = reinforce.Options(), dppo.Options(limit=0.2), dppo.Options(limit=0.2, drop="any")
 
 
 @pytest.mark.parametrize(
-    "algorithm, options, ratio, advantage, want_loss, want_gradient",
-    [
-        # -min(ρ A, clip(ρ) A); the gradient of the log-prob is -A ρ, or 0 where clipped
-        (grpo, GRPO, 1.5, 2.0, -2.6, 0.0),  # high, good: clipped at 1.3
-        (grpo, GRPO, 1.5, -2.0, 3.0, 3.0),  # high, bad: pushed down
-        (grpo, GRPO, 0.5, 2.0, -1.0, -1.0),  # low, good: pushed up
-        (grpo, GRPO, 0.5, -2.0, 1.6, 0.0),  # low, bad: clipped at 0.8
-        (grpo, GRPO, 1.25, 2.0, -2.5, -2.5),  # within
+    "algorithm, options, old, now, sampled, advantage, want_loss, want_gradient, clipped",
+    [  # probabilities of a token; the loss, and its gradient by the token's log-prob
+        # -min(ρ A, clip(ρ) A); the gradient is -A ρ, or 0 where clipped
+        (grpo, GRPO, 0.2, 0.3, 0.2, 2.0, -2.6, 0.0, "high"),  # ρ = 1.5, good: clipped at 1.3
+        (grpo, GRPO, 0.2, 0.3, 0.2, -2.0, 3.0, 3.0, ""),  # bad: pushed down
+        (grpo, GRPO, 0.2, 0.1, 0.2, 2.0, -1.0, -1.0, ""),  # ρ = 0.5, good: pushed up
+        (grpo, GRPO, 0.2, 0.1, 0.2, -2.0, 1.6, 0.0, "low"),  # bad: clipped at 0.8
+        (grpo, GRPO, 0.2, 0.25, 0.2, 2.0, -2.5, -2.5, ""),  # within
         # -sg[ρ] A log π, whatever ρ
-        (reinforce, PG, 0.1, -2.0, 0.2 * math.log(0.01), 0.2),
-        (reinforce, PG, 9.0, 2.0, -18 * math.log(0.9), -18.0),
+        (reinforce, PG, 0.1, 0.01, 0.1, -2.0, 0.2 * math.log(0.01), 0.2, ""),
+        (reinforce, PG, 0.1, 0.9, 0.1, 2.0, -18 * math.log(0.9), -18.0, ""),
+        # -ρ A, or 0 where the probability is too far from the sampler's
+        (dppo, DPPO, 0.75, 0.9, 0.6, 1.0, 0.0, 0.0, "high"),
+        (dppo, DPPO, 0.05, 0.1, 0.001, 1.0, -2.0, -2.0, ""),  # 100 times, but a small change
+        (dppo, DPPO, 0.75, 0.9, 0.6, -1.0, 1.2, 1.2, ""),  # the step takes the change back
+        (dppo, DPPO, 0.4, 0.3, 0.6, -1.0, 0.0, 0.0, "low"),
+        (dppo, DPPO, 0.4, 0.3, 0.6, 0.0, 0.0, 0.0, ""),
+        (dppo, DPPO, 0.5, 0.41, 0.6, -1.0, 0.82, 0.82, ""),  # 0.19, and the limit is 0.2
+        (dppo, ANY, 0.75, 0.9, 0.6, -1.0, 0.0, 0.0, "high"),  # though it takes the change back
+        (dppo, ANY, 0.4, 0.3, 0.6, 1.0, 0.0, 0.0, "low"),
+        (dppo, ANY, 0.5, 0.79, 0.6, 1.0, -1.58, -1.58, ""),
     ],
 )
 def test_loss_and_gradient_of_a_token(
-    algorithm, options, ratio, advantage, want_loss, want_gradient
+    algorithm, options, old, now, sampled, advantage, want_loss, want_gradient, clipped
 ):
-    loss, gradient, metrics = loss_of(algorithm, options, 0.1, 0.1 * ratio, advantage)
-    assert (loss, gradient) == pytest.approx((want_loss, want_gradient), abs=1e-5)
-    stopped = want_gradient == 0
-    high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
-    assert (high, low) == (stopped and ratio > 1, stopped and ratio < 1)
-    assert metrics["kl/approx"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-5)
+    one = torch.ones(1)
+    logprobs = (one * now).log().requires_grad_()
+    tokens = Tokens(in_loss=one > 0, old_logprobs=(one * old).log(), logprobs=logprobs,
+                    sampler_logprobs=(one * sampled).log(), advantages=one * advantage,
+                    importance_weights=one, token_weights=one)  # fmt: skip
+    loss, metrics = algorithm.compute_loss(tokens, options)
+    loss.backward()
+    got = loss.item(), logprobs.grad.item(), *metrics.values()  # low, high and KL(π_old ‖ π)
+    kl = now / old - 1 - math.log(now / old)
+    want = want_loss, want_gradient, int(clipped == "low"), int(clipped == "high"), kl
+    assert got == pytest.approx(want, abs=1e-5)
+    tokens.in_loss = one > 1  # tokens out of the loss are not counted
+    assert not any(algorithm.compute_loss(tokens, options)[1].values())
 
 
 def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_tokens_in_the_loss():
@@ -111,33 +116,3 @@ def test_the_ratio_of_gspo_is_the_geometric_mean_over_the_tokens_in_the_loss():
     loss, metrics = gspo.compute_loss(tokens, gspo.Options(clip_high=9.0))
     assert loss.item() == pytest.approx(-4)
     assert metrics["kl/approx"] == pytest.approx(2 - 1 - math.log(2) + 8 - 1 - math.log(8))
-
-
-@pytest.mark.parametrize(
-    "drop, sampled, now, advantage, dropped",
-    [
-        ("further", 0.6, 0.9, 1.0, True),  # a ratio of 1.5: GRPO's clip at 1.28 drops it, too
-        ("further", 0.001, 0.1, 1.0, False),  # a ratio of 100, but a small change
-        ("further", 0.6, 0.9, -1.0, False),  # the step takes the change back
-        ("further", 0.6, 0.3, -1.0, True),
-        ("further", 0.6, 0.3, 0.0, False),
-        ("further", 0.6, 0.41, -1.0, False),  # 0.19, and the limit is 0.2
-        ("any", 0.6, 0.9, -1.0, True),  # though the step takes the change back
-        ("any", 0.6, 0.3, 1.0, True),
-        ("any", 0.6, 0.79, 1.0, False),
-    ],
-)
-def test_dppo_drops_a_token_whose_probability_has_moved_too_far(
-    drop, sampled, now, advantage, dropped
-):
-    """π_old lies between both; the difference is that to the sampler."""
-    assert dppo.Options() == dppo.Options(limit=0.2, drop="further")
-    options, old = dppo.Options(drop=drop), (sampled + now) / 2
-    loss, gradient, metrics = loss_of(dppo, options, old, now, advantage, sampled)
-    want = 0.0 if dropped else -now / old * advantage
-    assert (loss, gradient) == pytest.approx((want, want), abs=1e-6)
-    counted = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
-    assert counted == (dropped and now > sampled, dropped and now < sampled)
-    # tokens out of the loss are not counted
-    metrics = loss_of(dppo, options, old, now, advantage, sampled, in_loss=False)[2]
-    assert metrics["clip/high_fraction"] == metrics["clip/low_fraction"] == 0

@@ -105,14 +105,10 @@ def draw(sample: Any, logits: Tensor, temperature: float, seed: int) -> Any:
     return sample(logits, temperature, torch.Generator().manual_seed(seed))
 
 
-def mean_of_ids(sample: Any, *inputs: Any) -> Tensor:
-    return draw(sample, *inputs)[0].float().mean()
-
-
-def mean_logprobs_of_ids(sample: Any, *inputs: Any) -> Tensor:
-    """Returns the mean log-prob that the draws with id 0 and those with id 1 have: [2]."""
+def means_of_draws(sample: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Returns the mean id, and the mean log-prob of draws with id 0 and of those with id 1: [2]."""
     ids, logprobs = draw(sample, *inputs)
-    return torch.stack([logprobs[ids == token].mean() for token in (0, 1)])
+    return ids.float().mean(), torch.stack([logprobs[ids == token].mean() for token in (0, 1)])
 
 
 def compare_draws(sample: Any, logits: Tensor, temperature: float, seed: int) -> Tensor:
@@ -254,10 +250,8 @@ EXERCISES = (
         (
             Fact("three rows, each nearly certain of another token: each gets its own",
                  (torch.eye(3).roll(1, 0) * 50, 1.0, 0), draw),
-            Fact("temperature 0.5 turns odds of 3 to 1 into odds of 9 to 1",
-                 ODDS, mean_of_ids, 0.03),
-            Fact("the log-probs of both ids are those of this distribution: log 0.1 and log 0.9",
-                 ODDS, mean_logprobs_of_ids),
+            Fact("temperature 0.5 turns odds of 3 to 1 into odds of 9 to 1: the mean of the ids, "
+                 "and the log-probs of 0 and 1, log 0.1 and log 0.9", ODDS, means_of_draws, 0.03),
             Fact("temperature 0 always takes the most likely token",
                  (torch.tensor([[0.0, 2.0, 1.0], [5.0, 4.9, 0.0]]), 0.0, 0), draw),
             Fact("the same seed gives the same draws, the next call with a generator others",
