@@ -3,9 +3,8 @@
 Each algorithm has its `Options` in its own file; the fields are flags, such as `--grpo.clip-high`.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 Scale = Literal["group", "batch", "mean", "none"]  # grpo.compute_advantages
@@ -52,7 +51,7 @@ class LoopOptions:
 
     loss_type: str = ""  # the variant, shown in the title of a run
     # by loss type: the values of the options that are None, which nobody has given
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
     aggregation: Aggregation | None = "token"  # of the tokens of a step: tokens.token_weights
     value_lr: float = 1e-3  # of the value head, for algorithms that have one; 0: --lr
     value_warmup: int = 0  # number of initial updates that train the value head only

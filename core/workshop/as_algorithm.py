@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from algorithms.options import LoopOptions
 from algorithms.tokens import Tokens, group_sum, normalize, surrogate_metrics, turns_of
@@ -45,21 +46,15 @@ class Options(LoopOptions):
         return {first, "own_kl", "own_draw", "episode_credit"}
 
 
-def rows_of(ids: Tensor) -> Tensor:
-    """Where tokens are as exercises see them, True: a row for each number in `ids` [n], padded on
-    the right."""
-    _, lengths = ids.unique_consecutive(return_counts=True)
-    return torch.arange(int(lengths.max()), device=ids.device) < lengths[:, None]
+def pad(x: Tensor, ids: Tensor) -> Tensor:
+    """[n] as exercises see it: a row for each number in `ids` [n], padded with 0 on the right.
 
-
-def pad(x: Tensor, mask: Tensor) -> Tensor:
-    """[n] to rows, 0 off the mask.
-
-    >>> pad(torch.tensor([1.0, 2.0, 3.0]), rows_of(torch.tensor([3, 3, 5])))
+    >>> pad(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3, 3, 5]))
     tensor([[1., 2.],
             [3., 0.]])
     """
-    return x.new_zeros(mask.shape).masked_scatter(mask, x)
+    lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
+    return pad_sequence(x.split(lengths), batch_first=True)
 
 
 @dataclass(frozen=True)
@@ -89,8 +84,8 @@ class Exercises:
             return {"advantages": advantages, "value_targets": targets}
         turns = turns_of(tokens)  # one for each rollout
         if 10 in self.exercises:
-            mask = rows_of(tokens.rollout)
-            rows, group_ids = pad(tokens.rewards, mask), tokens.group[turns.last_token]
+            mask = pad(torch.ones_like(tokens.rewards), tokens.rollout) > 0
+            rows, group_ids = pad(tokens.rewards, tokens.rollout), tokens.group[turns.last_token]
             return {"advantages": self._call(10, rows, mask, group_ids, like=rows)[mask]}
         returns = turns.returns.float()  # [rollouts]
         compared = group_sum(torch.ones_like(returns), turns.peers) > 1
@@ -109,8 +104,8 @@ class Exercises:
         in exercise 4, as in algorithms/reinforce.py. With exercise 7 the error of the values is
         added. Gradients flow through `tokens.logprobs` and `tokens.values`.
         """
-        grid, token_weights = rows_of(tokens.sequence), tokens.token_weights
-        mask = pad(token_weights, grid) > 0  # [Q, N]
+        sequence, token_weights = tokens.sequence, tokens.token_weights
+        mask = pad(token_weights, sequence) > 0  # [Q, N]
         ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
         factors = tokens.importance_weights * tokens.advantages
         loss = 0 * tokens.logprobs.sum()
@@ -118,7 +113,7 @@ class Exercises:
             number, rows = 5, [tokens.logprobs, tokens.old_logprobs, factors]
             if 5 not in self.exercises:
                 number, rows = 4, [tokens.logprobs, ratio * factors]
-            mean = self._call(number, *(pad(x, grid) for x in rows), mask, like=loss)
+            mean = self._call(number, *(pad(x, sequence) for x in rows), mask, like=loss)
             loss = mean * token_weights.sum()
         clip = (0.2, 0.2) if 5 in self.exercises else (1.0, math.inf)  # 4 does not clip
         metrics = surrogate_metrics(tokens, ratio, *clip)
