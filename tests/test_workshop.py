@@ -77,6 +77,10 @@ OTHERWISE = {
         returns[m] /= s
     return returns.double()
 """,
+    "kl_k3": """(logprobs, ref_logprobs):
+    logprobs -= ref_logprobs
+    return (-logprobs).exp() - 1 + logprobs
+""",
     "sample": """(logits, temperature, generator):
     if temperature == 0:
         return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
@@ -99,7 +103,7 @@ STEP = inspect.getsource(solutions.training_step).replace(".expand_as(logprobs)"
     ({"training_step": STEP}, ["right"] * 8 + ["wrong", "right"]),
     ({"training_step": STEP, "clipped_loss": OF_A_ROW}, ["right"] * 10),
     ({"gae": ""}, ["right"] * 6 + ["wrong"] + ["right"] * 3),
-], ids=range(7))  # fmt: skip
+], ids=range(8))  # fmt: skip
 def test_each_exercise_is_judged_alone_and_by_what_it_returns(write, others, states):
     assert [v.state for v in check_all(load(write(**others)))] == states
 
