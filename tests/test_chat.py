@@ -31,7 +31,7 @@ SMALL = """--num-updates 1 --num-prompts 2 --group-size 4 --eval-num-tasks 0 --s
     --device cpu""".split()
 KINDS = {
     "full": "--model-id tiny-random --sft-steps 2",
-    "lora": "--model-id QWEN3 --lora-rank 2 --algo ppo",
+    "lora": "--model-id QWEN3 --lora-rank 2 --algo ppo --lr 1",
 }
 
 

@@ -96,7 +96,7 @@ def test_a_checkpoint_is_read_without_running_it(tmp_path, policy, marker):
     saved = tmp_path / "checkpoint/000000-000004"
     torch.load(saved / "optimizer.pt", weights_only=False)  # as a careless reader
     marker.unlink()
-    assert find_checkpoint(tmp_path).folder == saved
+    assert find_checkpoint(tmp_path)[0] == saved
     with pytest.raises(UsageError, match="not a state that torch saved"):
         load_checkpoint(saved, policy, optimizer)
     assert not marker.exists()

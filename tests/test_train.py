@@ -118,7 +118,7 @@ def test_a_run_that_is_stopped_and_crashes_resumes_to_the_same_metrics(
         code, out, err = command("--run-name", "cut", *SMALL)
     assert (code, err) == (130, "") and "python train.py --resume runs/cut" in out
     assert signal.getsignal(signal.SIGTERM) is before
-    assert checkpoint.find_checkpoint(Path("runs/cut")).progress["sft_step"] == 1
+    assert checkpoint.find_checkpoint(Path("runs/cut"))[1]["sft_step"] == 1
     assert not list(Path("runs/cut").glob("**/.part*"))
 
     def die_in_update_3(cfg, batch, shape=train.shape_rewards):
@@ -147,9 +147,9 @@ def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(
     code, _, err = command("--run-name", "a", *SMALL, *flags)
     assert code == 1 and err.count("\n") == 1 and "3 updates in a row" in err
     assert [r["update/skipped"] for r in metrics_of("runs/a")[1:]] == [1] * 3
-    found = checkpoint.find_checkpoint(Path("runs/a"))
-    assert found.progress["update"] == 1
-    weights = load_file(found.folder / "weights.safetensors").values()
+    saved, progress = checkpoint.find_checkpoint(Path("runs/a"))
+    assert progress["update"] == 1
+    weights = load_file(saved / "weights.safetensors").values()
     assert all(torch.isfinite(weight).all() for weight in weights)
 
 

@@ -31,8 +31,8 @@ from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import programs
 from core.faults import Fault, UsageError
-from core.files.checkpoint import base_model, copy_weights, find_checkpoint
-from core.files.models import folder_of_model, load_exported, untrained
+from core.files.checkpoint import copy_weights, find_checkpoint
+from core.files.models import base_model, folder_of_model, load_exported, untrained
 from core.files.run_log import METRICS, read_records
 from core.loading import has_adapters, load_policy
 from core.memory import out_of_memory_as_one_line
@@ -147,8 +147,7 @@ def load_speakers(run: Path | None, before: bool, cfg: Config) -> list[Speaker]:
             _note(f"before: {cfg.model_id}, without the {cfg.sft_steps} warm-start steps")
         first = replace(policy, disables_adapters=True)  # the same weights without them
         if not policy.lora_rank or has_adapters(cfg.model_id):
-            base = folder_of_model(base_model(run, cfg.model_id))
-            first = load_policy(untrained(cfg), base, flag="model")
+            first = load_policy(untrained(cfg), base_model(run, cfg.model_id), flag="model")
         speakers.insert(0, Speaker("before", first, cfg))
     return speakers
 
@@ -162,10 +161,11 @@ def load_trained(cfg: Config, folder: Path) -> tuple[Policy, Path]:
     exported, updates = folder / "model", num_updates(read_records(folder / METRICS))
     if exported.is_dir() and updates >= cfg.num_updates:
         return load_exported(cfg, folder, "model"), exported
-    if not (checkpoint := find_checkpoint(folder).folder):
+    checkpoint, _ = find_checkpoint(folder)
+    if not checkpoint:
         raise UsageError(f"{folder}: no checkpoint yet; --save-every sets when a run saves one")
     has_value_head = "value_head" in config.needs(cfg)  # saved in the checkpoint, not used here
-    base = folder_of_model(base_model(folder, cfg.model_id))
+    base = base_model(folder, cfg.model_id)
     policy = load_policy(cfg, base, value_head=has_value_head, flag="model")
     copy_weights(checkpoint, policy.trainable(), same_dtype=False)
     return policy, checkpoint

@@ -16,7 +16,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core import distributed
-from core.config import TINY
 from core.faults import UsageError
 from core.files.atomic import published, remove
-from core.files.run_folder import train_command
 from core.files.run_log import METRICS, iter_records
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
@@ -41,14 +38,6 @@ STATE = "state.json"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0}
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a run continues: a checkpoint, or None for its beginning."""
-
-    folder: Path | None = None
-    progress: dict[str, Any] = field(default_factory=START.copy)
 
 
 def save_checkpoint(
@@ -82,8 +71,8 @@ def save_checkpoint(
         remove(old)
 
 
-def find_checkpoint(run: Path) -> ResumePoint:
-    """The newest checkpoint of a run, or its beginning if it has no checkpoint yet.
+def find_checkpoint(run: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The newest checkpoint of a run and its progress; None and START if it has none yet.
 
     Raises UsageError if its checkpoints are lost, or if the newest cannot be read.
     """
@@ -94,10 +83,10 @@ def find_checkpoint(run: Path) -> ResumePoint:
         if any(update not in (None, 0, 1) for update in updates):
             raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: restore it, or "
                              "start again with another --run-name")  # fmt: skip
-        return ResumePoint()
+        return None, {**START}
     file = folders[0] / STATE
     try:
-        return ResumePoint(folders[0], json.loads(file.read_bytes())["progress"])
+        return folders[0], START | json.loads(file.read_bytes())["progress"]
     except (OSError, ValueError, LookupError) as error:
         raise UsageError(f"--resume: {file} cannot be read ({error}): {USE_BEFORE}") from None
 
@@ -113,9 +102,12 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
     try:  # several ranks share the memory of a mapped file
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # any, as the file may contain anything
-        reason = f"is not a state that torch saved: {USE_BEFORE}"
-        raise UsageError(f"--resume: {file} {reason}") from error
-    check_state(state, optimizer.state_dict(), str(file))
+        raise UsageError(
+            f"--resume: {file} is not a state that torch saved: {USE_BEFORE}"
+        ) from error
+    # a fused step of torch checks none of this, and would read beyond a tensor
+    if kind_of(state) != kind_of(optimizer.state_dict()):
+        raise UsageError(f"--resume: {file} is not of this optimizer: {USE_BEFORE}")
     optimizer.load_state_dict(state)
 
 
@@ -129,22 +121,13 @@ def load_older(folder: Path) -> list[Weights]:
     return [older[number] for number in sorted(older, key=int)]
 
 
-def check_state(saved: Any, own: Any, place: str) -> None:
-    """Raises UsageError unless `saved` could be a later state of the optimizer with state `own`.
-
-    It must have the same names, lengths, types, shapes and dtypes: a fused step of torch checks
-    none of this, and would read beyond a tensor. `place` is what the message calls `saved`.
-    """
-
-    def kind(state: Any) -> Any:
-        if isinstance(state, dict):
-            return {key: kind(value) for key, value in state.items()}
-        if isinstance(state, list | tuple):
-            return [kind(value) for value in state]
-        return (state.shape, state.dtype) if isinstance(state, Tensor) else type(state)
-
-    if kind(saved) != kind(own):
-        raise UsageError(f"--resume: {place} is not of this optimizer: {USE_BEFORE}")
+def kind_of(state: Any, dtypes: bool = True) -> Any:
+    """The names, lengths, types, shapes and `dtypes` of a state."""
+    if isinstance(state, Mapping):
+        return {key: kind_of(value, dtypes) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [kind_of(value, dtypes) for value in state]
+    return (state.shape, dtypes and state.dtype) if isinstance(state, Tensor) else type(state)
 
 
 def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHTS) -> None:
@@ -169,16 +152,12 @@ def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool =
     Raises UsageError if the file cannot be read, or if names, shapes or, with `same_dtype`, dtypes
     differ.
     """
-
-    def kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype | None]:
-        return tuple(tensor.shape), tensor.dtype if same_dtype else None
-
     try:
         saved = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         advice = "restore it, or delete the checkpoint that it is of to use the one before"
         raise UsageError(f"{folder / WEIGHTS} cannot be read ({error}): {advice}") from None
-    if {n: kind(t) for n, t in saved.items()} != {n: kind(w) for n, w in weights.items()}:
+    if kind_of(saved, same_dtype) != kind_of(weights, same_dtype):
         raise UsageError(f"the model in {folder} differs from the one configured: restore the one "
                          "that has changed")  # fmt: skip
     for name, weight in weights.items():
@@ -192,21 +171,6 @@ def export_model(run: Path, policy: Policy) -> Path:
         policy.model.save_pretrained(part)
         policy.tokenizer.save_pretrained(part)
     return target
-
-
-def base_model(run: Path, model_id: str) -> str:
-    """What to load as the model before training: `model_id`, but of tiny the copy in the run.
-
-    Raises UsageError if that copy is missing.
-    """
-    if model_id not in TINY:
-        return model_id
-    base = run / "base"
-    if not base.is_dir():
-        resume = train_command("--resume", str(run))
-        raise UsageError(f"{base}, the model before training, is missing; it is made again by "
-                         f"{resume}")  # fmt: skip
-    return str(base)
 
 
 def _newest_first(root: Path) -> list[Path]:

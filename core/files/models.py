@@ -7,7 +7,7 @@ from typing import Any
 from core import distributed
 from core.config import SMOLLM2, TINY, Config, needs
 from core.files.atomic import published
-from core.files.checkpoint import ADAPTERS, base_model
+from core.files.checkpoint import ADAPTERS
 from core.loading import load_policy
 from core.policy import Policy
 from core.settings import read_settings
@@ -36,9 +36,14 @@ def load_exported(cfg: Config, folder: Path, flag: str) -> Policy:
         return load_policy(plain, str(model), flag=flag)
     trained: dict[str, Any] = {"model_id": Config.model_id, "quantize": "none"}
     trained |= read_settings(folder / "config.yaml")
-    base = folder_of_model(base_model(folder, trained["model_id"]))
+    base = base_model(folder, trained["model_id"])
     quantized = replace(plain, quantize=trained["quantize"])
     return load_policy(quantized, base, adapters=str(model), flag=flag)
+
+
+def base_model(run: Path, model_id: str) -> str:
+    """The model before training; of tiny, the copy in the run."""
+    return str(run / "base") if model_id in TINY else folder_of_model(model_id)
 
 
 def untrained(cfg: Config) -> Config:

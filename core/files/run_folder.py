@@ -30,9 +30,8 @@ from core.settings import config_to_dict, read_file
 from environments.plumbing.registry import EnvSpec
 
 
-def begin(cfg: Config) -> tuple[Config, Path, bool]:
-    """Creates the folder of a new run, or finds that of another; returns its settings, the folder,
-    and whether it is new.
+def begin(cfg: Config) -> tuple[Config, Path]:
+    """Creates the folder of a new run, or finds that of another; returns its settings and folder.
 
     A chat template may show a date: that of the run's start, which a run that is resumed keeps.
     Raises UsageError for a name that is taken.
@@ -47,7 +46,7 @@ def begin(cfg: Config) -> tuple[Config, Path, bool]:
         names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
         stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"[:MAX_NAME_BYTES]
         folder = create_run(cfg.run_name, stem, config_to_dict(cfg))
-    return cfg, folder, not cfg.resume
+    return cfg, folder
 
 
 def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:

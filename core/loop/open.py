@@ -35,13 +35,13 @@ def open_run(cfg: Config) -> Iterator[Run]:
     algorithm = load_algorithm(cfg)
     scratch = TemporaryDirectory(ignore_cleanup_errors=True)
     with distributed.process_group(cfg.device), scratch as scratch_dir:
-        cfg, folder, is_new = distributed.broadcast_from_rank_0(lambda: run_folder.begin(cfg))
+        cfg, folder = distributed.broadcast_from_rank_0(lambda: run_folder.begin(cfg))
         is_writer = distributed.rank() == 0
-        lock = run_folder.lock_run(folder, is_new)
+        lock = run_folder.lock_run(folder, new=not cfg.resume)
         with lock if is_writer else nullcontext():
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else Path(scratch_dir)
-            opened = _opened(cfg, info, algorithm, folder, log_dir, is_new)
+            opened = _opened(cfg, info, algorithm, folder, log_dir)
             with opened as run, run.saved_when_ended():
                 memory.probe_peak_memory(cfg, run.policy, run.optimizer, run.say)
                 yield run
@@ -61,20 +61,19 @@ def prepare(cfg: Config) -> tuple[Config, RunInfo]:
 
 @contextmanager
 def _opened(
-    cfg: Config, info: RunInfo, algorithm: Algorithm, folder: Path, log_dir: Path, new: bool
+    cfg: Config, info: RunInfo, algorithm: Algorithm, folder: Path, log_dir: Path
 ) -> Iterator[Run]:
     """The run, open: weights first, then its files, then what shows and plays."""
-    found = distributed.broadcast_from_rank_0(lambda: checkpoint.find_checkpoint(folder))
-    progress = checkpoint.START | found.progress
+    saved, progress = distributed.broadcast_from_rank_0(lambda: checkpoint.find_checkpoint(folder))
     others = "--optimizer adamw8bit, a lower --max-model-len or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: f"Use {memory.SMALLER}, {others}"):
-        policy = load_run_policy(cfg, folder, bool(found.folder))
+        policy = load_run_policy(cfg, folder, bool(saved))
         opponents = players.open_opponents(cfg, policy, folder, progress)
         optimizer = optimizer_for(cfg, policy)  # a warm start sets its own learning rate
         older = deque[Weights](maxlen=cfg.staleness)
-        if found.folder:
-            checkpoint.load_checkpoint(found.folder, policy, optimizer)
-            older.extend(checkpoint.load_older(found.folder))
+        if saved:
+            checkpoint.load_checkpoint(saved, policy, optimizer)
+            older.extend(checkpoint.load_older(saved))
         teacher = load_teacher(cfg, policy) if cfg.teacher else None
         reserved = reference_bytes(cfg, policy)
         sampler = players.open_sampler(cfg, policy, algorithm, reserved, folder)
@@ -86,16 +85,11 @@ def _opened(
         closing(players.open_collector(cfg, policy, opponents, display.say)) as collector,
     ):
         sampler.say = interrupt.say = display.say
-        lines = [
-            *policy.remarks,
-            sampler.remark,
-            f"{name_of(cfg.algo)}: {cfg.options}",
-            *budget,
-            *algorithm.remarks,
-        ]
-        if not new and not found.folder:
+        options = f"{name_of(cfg.algo)}: {cfg.options}"
+        lines = [*policy.remarks, sampler.remark, options, *budget, *algorithm.remarks]
+        if cfg.resume and not saved:
             lines.append(f"{folder} has no checkpoint yet: starting from the beginning")
-        if not new and 0 < cfg.num_updates <= progress["update"]:
+        if cfg.resume and 0 < cfg.num_updates <= progress["update"]:
             lines.append(f"{progress['update']} updates are done: a higher --num-updates goes on")
         lines.append(f"report: {folder / 'report.html'}  (there before update 1; reload it)")
         for line in filter(None, lines):
