@@ -1,6 +1,7 @@
 """Files and folders are complete or absent, and fail with the error of the disk."""
 
 import errno
+import itertools
 import resource
 import signal
 from contextlib import contextmanager
@@ -45,22 +46,18 @@ def test_what_is_not_complete_leaves_nothing_and_changes_nothing(tmp_path):
 
 def test_a_failed_write_is_the_error_of_the_disk_also_in_a_library(tmp_path):
     """torch, safetensors and tokenizers raise errors of their own."""
-    tensors, tokenizer = {"x": torch.zeros(100_000)}, tiny_tokenizer()
+    tensors = {"x": torch.zeros(100_000)}
 
     def save(path):
         with path.open("wb") as file:
             torch.save(tensors, file)
 
     writes = (lambda path: path.write_text("x" * 90_000), lambda path: save_file(tensors, path),
-              tokenizer.save_pretrained, save)  # fmt: skip
-    for write in writes:
-        for limit in (0, 10_000):
-            with (
-                pytest.raises(OSError, match="File too large") as error,
-                small_files(limit),
-                published(tmp_path / "x") as part,
-            ):
-                write(part)
-            assert error.value.errno in (errno.EFBIG, errno.EIO) and not list(tmp_path.iterdir())
+              tiny_tokenizer().save_pretrained, save)  # fmt: skip
+    for write, limit in itertools.product(writes, (0, 10_000)):
+        failure = pytest.raises(OSError, match="File too large")
+        with failure as error, small_files(limit), published(tmp_path / "x") as part:
+            write(part)
+        assert error.value.errno in (errno.EFBIG, errno.EIO) and not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError, match="a mistake"), published(tmp_path / "x"):
         raise RuntimeError("a mistake in the code")

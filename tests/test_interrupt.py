@@ -2,19 +2,19 @@
 
 import os
 import signal
-import threading
 
 import pytest
 
+from core.calls import in_thread
 from core.faults import Stopped
 from core.terminal.interrupt import Interrupt
 
+NAMES = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_signal_stops_at_the_next_check_and_one_that_is_ignored_stays_so(name):
     """Of Ctrl-C, of a cluster, and of a terminal that is closed; nohup ignores the last."""
-    if not hasattr(signal, name):
-        pytest.skip(f"this system has no {name}")
     number, said = getattr(signal, name), []
     before = signal.getsignal(number)
     with Interrupt() as interrupt:
@@ -57,14 +57,10 @@ def test_a_run_whose_terminal_is_gone_goes_on_until_it_is_saved():
 
 def test_in_a_thread_signals_act_as_usual():
     """As where a program or a notebook runs train.py beside its own work."""
-    handlers = []
 
     def work():
         with Interrupt() as interrupt:
             interrupt.check()
-            handlers.append(signal.getsignal(signal.SIGINT))
+            return signal.getsignal(signal.SIGINT)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.default_int_handler]
+    assert in_thread(work).result() == signal.default_int_handler

@@ -37,15 +37,9 @@ def test_a_usage_error_removes_a_new_folder_without_records(tmp_path):
         raise UsageError("no such model")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError), opened() as run:
-        (run / "metrics.jsonl").write_text("{}\n")
-        raise UsageError("9 of 12 episodes failed")
-    assert (run / "metrics.jsonl").exists()
-
-
-def test_a_refused_resume_leaves_the_settings_as_they_were():
-    with opened() as run:
         (run / "metrics.jsonl").write_text("{}\n{}\n")
-    for records, algo in (("{}\n", "grpo"), ("{}\n{}\n{}\n", "ppo")):
+        raise UsageError("9 of 12 episodes failed")
+    for records, algo in (("{}\n", "grpo"), ("{}\n{}\n{}\n", "ppo")):  # dropped, and more
         with pytest.raises(UsageError), opened(new=False):
             (run / "config.yaml").write_text("algo: ppo\n")
             (run / "metrics.jsonl").write_text(records)
@@ -82,17 +76,11 @@ def test_runs_that_start_together_have_numbers_of_their_own(runs, monkeypatch):
     assert texts == ["seed: 2\n", "seed: 1\n"] and len([*runs.iterdir()]) == 2
 
 
-def test_a_second_run_in_a_folder_is_refused():
+def test_a_second_process_is_refused_and_what_killed_ones_left_is_removed():
     with opened() as run:
         with pytest.raises(UsageError, match="in use"), opened(new=False):
             raise AssertionError("locked twice")
         assert (run / "config.yaml").exists()
-    with opened(new=False):
-        pass
-
-
-def test_what_killed_processes_left_is_removed():
-    run = create_run("a", "", SETTINGS)
     (run / ".part-model").mkdir()
     (run / ".part-metrics.jsonl").touch()
     (run / "checkpoint/.part-000000-000001").mkdir(parents=True)
