@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -23,26 +24,20 @@ from core.tasks import train_tasks
 from core.types import Completion
 
 
-def gradients(max_tokens_per_micro_batch, folder, rollouts):
-    policy = load_small(folder, value_head=True)
-    with torch.no_grad():
-        policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    policy.micro_batch_tokens = max_tokens_per_micro_batch
-    return gradients_of_update(Config(algo="ppo", max_grad_norm=0), policy, rollouts)
-
-
 def test_micro_batch_size_changes_nothing_but_rounding(qwen3_folder):
-    rollouts = rollouts_of(3, 4, prompt=9)
+    rollouts, policy = rollouts_of(3, 4, prompt=9), load_small(qwen3_folder, value_head=True)
     for i, rollout in enumerate(rollouts):
         rollout.turns[0].reward = float(i % 3)
-    [one_by_one], metrics_1 = gradients(1, qwen3_folder, rollouts)
-    [at_once], metrics_2 = gradients(10**9, qwen3_folder, rollouts)
+    with torch.no_grad():
+        policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    cfg, updates = Config(algo="ppo", max_grad_norm=0), []
+    for policy.micro_batch_tokens in (1, 10**9):
+        updates.append(gradients_of_update(cfg, policy, rollouts))
+    ([one_by_one], metrics), ([at_once], metrics_at_once) = updates
     largest = at_once.abs().max()
-    assert largest > 1e-3
-    assert (one_by_one - at_once).abs().max() < 1e-5 * max(1, largest)
-    for name, value in metrics_1.items():
-        assert value == pytest.approx(metrics_2[name], rel=1e-4, abs=1e-5), name
-    assert metrics_1["tokens/trained"] == sum(r.num_tokens for r in rollouts)
+    assert largest > 1e-3 and (one_by_one - at_once).abs().max() < 1e-5 * max(1, largest)
+    assert metrics == pytest.approx(metrics_at_once, rel=1e-4, abs=1e-5)
+    assert metrics["tokens/trained"] == sum(r.num_tokens for r in rollouts)
 
 
 def played(policy, rewards):
@@ -59,8 +54,7 @@ def weights_of(policy):
     return {n: p.detach().clone() for n, p in policy.trainable().items()}
 
 
-def config(**settings_):
-    return Config(max_tokens=9, **settings_)
+config = partial(Config, max_tokens=9)
 
 
 def test_in_value_warmup_the_head_alone_moves(qwen3_folder):
