@@ -57,13 +57,10 @@ def overview() -> Table:
     """Returns a table with the name, the options and the purpose of every environment."""
     table = Table("name", "options", "what it is")
     for name in list_envs():
-        build = EnvSpec.read(name).constructor
-        options = ", ".join(
-            key if p.default is p.empty else f"{key}={p.default}"
-            for key, p in inspect.signature(build).parameters.items()
-        )
-        module = sys.modules.get(build.__module__)  # None if a script registered it
-        line = (inspect.getdoc(module or build) or "").partition("\n")[0]
+        spec = EnvSpec.read(name)
+        options = ", ".join(f"{key}={value}" for key, value in spec.values.items())
+        module = sys.modules.get(spec.constructor.__module__)  # None if a script registered it
+        line = (inspect.getdoc(module or spec.constructor) or "").partition("\n")[0]
         purpose = re.sub(r"^The afternoon, \d of \d\. ", "", line)  # its place in the README
         table.add_row(*map(Text, (name, options, purpose)))
     return table

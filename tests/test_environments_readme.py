@@ -21,7 +21,7 @@ README = (Path(__file__).parent.parent / "environments/README.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in README.splitlines()
-    if line.startswith("| `") and line.count("|") == 7
+    if line.startswith("| `") and line.count("|") == 5
 ]
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
