@@ -1,6 +1,6 @@
 """Held-out evaluation: the same tasks every time, greedy decoding, accuracy with its interval.
 
-`Evaluator` (core/loop/evaluator.py) samples the rollouts, shows the lines and logs the metrics. An
+`Run.evaluate` (core/loop/run.py) samples the rollouts, shows the lines and logs the metrics. An
 episode whose environment failed counts as wrong, but one that raised EnvFailure, or that the server
 of --sampler openai did not answer, is left out. core/README.md says what each metric means.
 """

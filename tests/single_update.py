@@ -36,12 +36,10 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
     @contextmanager
     def open_run(cfg):
         sampler = SimpleNamespace(sync=lambda: None)
-        evaluator = SimpleNamespace(evaluate=lambda update: {})
         cfg, info = prepare(cfg)
         algorithm = load_algorithm(cfg)
         yield OneUpdate(
             cfg, info, algorithm, policy, optimizer, collector=None, sampler=sampler,
-            evaluator=evaluator,
             folder=None, run_log=None, display=None, interrupt=None,
             progress=checkpoint.START | {"update": update - 1},
         )  # fmt: skip

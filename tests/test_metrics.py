@@ -13,7 +13,7 @@ from core import evaluation, probes
 from core.batching import to_tokens
 from core.config import Config
 from core.evaluation import accuracy_metrics, comparisons, mcnemar, wilson
-from core.loop.evaluator import Evaluator
+from core.loop.run import Run
 from core.metrics import UpdateStats, explained_variance, rollout_metrics
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
@@ -263,27 +263,20 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
 
     log = SimpleNamespace(log_rollouts=lambda *args: logged.append(args))
     display = SimpleNamespace(phase=lambda *args: nullcontext(lambda: None), say=print)
-    evaluator = Evaluator(
-        Config(env=("letter_counting",), eval_num_tasks=4, max_tokens=9, temperature=0.7),
-        SimpleNamespace(collect=collect, demonstrate=play_trivial, policy=None),
+    run = SimpleNamespace(
+        cfg=Config(env=("letter_counting",), eval_num_tasks=4, max_tokens=9, temperature=0.7),
+        collector=SimpleNamespace(collect=collect, demonstrate=play_trivial), policy=None,
         sampler=nullcontext(), run_log=log, display=display, progress={},
     )  # fmt: skip
-    found, drawn = evaluator.evaluate(3), eval_tasks(["letter_counting"], 4)
+    found, drawn = Run.evaluate(run, 3), eval_tasks(["letter_counting"], 4)
     assert asked == [(drawn, SamplingParams(9, temperature=0.0))]
     ((kind, update, rollouts),) = logged
     assert (kind, update, len(rollouts)) == ("eval", 3, 4)
-    expected = {
-        "accuracy": 1 / 3,
-        "tasks": 3,
-        "failed": 2,
-        "p_value": 1.0,
-        "trivial": 0.5,
-        "asked": 4,
-        "played": 4,
-    }
+    expected = {"accuracy": 1 / 3, "tasks": 3, "failed": 2, "p_value": 1.0, "trivial": 0.5,
+                "asked": 4, "played": 4}  # fmt: skip
     assert {k: found[f"eval/letter_counting/{k}"] for k in expected} == pytest.approx(expected)
     assert "eval/letter_counting/seen" not in found  # nothing has looked for these prompts yet
-    evaluation.note_trained(evaluator.progress, rollouts[:1])
-    assert evaluator.evaluate(4)["eval/letter_counting/seen"] == pytest.approx(1 / 3)
-    evaluator.progress["openings_seen"] = {}  # a resume has changed the tasks
-    assert "eval/letter_counting/seen" not in evaluator.evaluate(5)
+    evaluation.note_trained(run.progress, rollouts[:1])
+    assert Run.evaluate(run, 4)["eval/letter_counting/seen"] == pytest.approx(1 / 3)
+    run.progress["openings_seen"] = {}  # a resume has changed the tasks
+    assert "eval/letter_counting/seen" not in Run.evaluate(run, 5)

@@ -14,7 +14,7 @@ from core import context, optimizer, probes
 from core.batching import to_tokens
 from core.config import Config, resolve
 from core.loading import load_policy
-from core.loop import evaluator, run
+from core.loop import run
 from core.optimizer import make_optimizer
 from core.sampler import SamplingParams
 from core.types import Rollout, Turn
@@ -137,7 +137,7 @@ def test_small_faults_of_the_loop_break_the_exact_facts(command, monkeypatch):
         (optimizer, "make_optimizer", lambda own, lr, *args, **kw: make(own, 2 * lr, *args, **kw)),
         (train, "play", play_some),
         (run, "rollout_metrics", lambda *args: count(*args) | {"reward/correct": 2.0}),
-        (evaluator, "SamplingParams", lambda *args, **kw: SamplingParams(
+        (run, "SamplingParams", lambda *args, **kw: SamplingParams(
             *args, **kw | {"temperature": 1.0})),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

@@ -1,1 +1,1 @@
-"""What train.py opens: a run, its evaluator and its outputs."""
+"""What train.py opens: a run and its outputs."""

@@ -12,7 +12,6 @@ from core.config import Config
 from core.files import checkpoint, run_folder
 from core.files.models import load_run_policy
 from core.loop import players
-from core.loop.evaluator import Evaluator
 from core.loop.outputs import open_outputs
 from core.loop.reference import load_teacher, reference_bytes
 from core.loop.run import Run
@@ -96,7 +95,6 @@ def _opened(
             display.say(line)
         yield Run(
             cfg, info, algorithm, policy, optimizer, collector, sampler,
-            Evaluator(cfg, collector, sampler, log, display, progress),
             folder, log, display, interrupt, progress, older, teacher,
             save_copy=opponents.save_copy if opponents else lambda: None,
         )  # fmt: skip

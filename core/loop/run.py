@@ -7,7 +7,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,14 +23,14 @@ from core.feedback import Divergence
 from core.files import checkpoint
 from core.files.run_folder import again
 from core.files.run_log import METRICS, RunLog, read_records
-from core.loop.evaluator import Evaluator
 from core.metrics import UpdateStats, rollout_metrics
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 from core.report import PAGES, write_pages
 from core.report.doctor import final_lines
 from core.report.token_traces import trace_tokens
-from core.sampler import Sampler
+from core.sampler import Sampler, SamplingParams
+from core.selection import drop_failed
 from core.settings import config_to_dict
 from core.terminal.console import Display
 from core.terminal.interrupt import Interrupt
@@ -38,6 +38,7 @@ from core.types import Rollout
 from environments.base import RunInfo
 
 Collected = tuple[list[Rollout], list[Rollout], Canary]  # all, those to train on, its canary
+LOGGED_ROLLOUTS = 8  # of an evaluation and environment, in rollouts.jsonl; all of a server
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
 
@@ -52,7 +53,6 @@ class Run:
     optimizer: MasterAdamW
     collector: RolloutCollector
     sampler: Sampler
-    evaluator: Evaluator
     folder: Path  # runs/<name>
     run_log: RunLog
     display: Display
@@ -106,7 +106,7 @@ class Run:
                 self.save()
             self.save_copy()
             found = probes.of_demonstrations(self.cfg, self.collector)
-            found |= self.evaluator.evaluate(0)
+            found |= self.evaluate(0)
             self.log(0, found, [])
         while self.next_update <= self.cfg.num_updates:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
@@ -149,12 +149,38 @@ class Run:
         is_last = 0 < cfg.max_sampled_tokens <= tokens or update == cfg.num_updates
         self.info.updates_done = update
         if is_last or evaluates(update, cfg.eval_every):
-            metrics |= self.evaluator.evaluate(update)
+            metrics |= self.evaluate(update)
         self.progress["sampled_tokens"] = tokens
         self.log(update, metrics, sampled)
         self.progress["level"] = tasks.next_level(cfg, self.progress["level"], sampled)
         if is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
+
+    def evaluate(self, update: int) -> dict[str, float]:
+        """The metrics of one greedy rollout for each held-out task."""
+        cfg = self.cfg
+        if cfg.eval_num_tasks == 0:
+            return {}
+        started = perf_counter()
+        envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+        held_out = tasks.eval_tasks(envs, cfg.eval_num_tasks)
+        greedy = SamplingParams(cfg.max_tokens, temperature=0.0, stop=cfg.stop)
+        with self.display.phase("evaluation", cfg.max_tokens) as advance, self.sampler:
+            rollouts = self.collector.collect(held_out, self.sampler, greedy, advance)
+        on_server = cfg.sampler == "openai"
+        for env in dict.fromkeys(rollout.env for rollout in rollouts):
+            own = [rollout for rollout in rollouts if rollout.env == env]
+            self.run_log.log_rollouts("eval", update, own if on_server else own[:LOGGED_ROLLOUTS])
+        drop_failed(rollouts, self.display.say)  # warns; raises if over half failed
+        play_trivial = partial(self.collector.demonstrate, trivial=True)
+        results = evaluation.accuracy_metrics(rollouts) | evaluation.comparisons(
+            self.progress, rollouts, held_out, cfg.eval_num_tasks, play_trivial
+        )
+        if not on_server:
+            results |= probes.of_greedy(self.policy, evaluation.played(rollouts))
+        for line in evaluation.lines_about(results, update):
+            self.display.say(line)
+        return results | {"time/eval_s": perf_counter() - started}
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
