@@ -186,7 +186,7 @@ def check_demonstrations(envs: Sequence[EnvSpec]) -> None:
 
 def difficulty_key(spec: EnvSpec) -> str | None:
     """The option that makes the environment harder, if it has one."""
-    return next((key for key in DIFFICULTIES if spec.accepts(key)), None)
+    return next((key for key in DIFFICULTIES if key in spec.parameters), None)
 
 
 def is_raw(spec: EnvSpec) -> bool:

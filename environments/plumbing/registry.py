@@ -1,17 +1,12 @@
 """`make(SPEC)` builds an environment from its spec, NAME[:key=value,...].
 
-NAME is one of
-
-    reverse                   a built-in environment, or one that `register` added
-    my_envs.games:Maze        a class, or a function that returns an environment, of a module
-    my_envs/games.py:Maze     the same of a file
-
+NAME is a name of the table below, or one that `register` added; my_envs.games:Maze, a class or a
+function of a module that returns an environment; or my_envs/games.py:Maze, the same of a file.
 Files are looked for in the current folder, modules there and on sys.path. The commands make the
 paths of files absolute where they read a spec, so a run can be resumed from another folder.
-`options.py` reads the options.
 
-The table maps each built-in name to "module:class". The module is imported when the environment is
-first used, so the libraries of the other environments are not loaded.
+The module of a built-in name, "module:class", is imported when the environment is first used, so
+the libraries of the other environments are not loaded.
 
 >>> make("letter_counting:difficulty=2").reset(seed=7)[0]["role"]
 'user'
@@ -59,8 +54,7 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
-# Opponents that are no option of an environment (core/extras/opponents.py): older copies of the
-# policy, and folders
+# Opponents that are no option of an environment: older copies of the policy, and folders
 OPPONENT = re.compile(r"older(:.*)?|[.~].*|.*[\\/].*")
 # module:Class or FILE.py:Class, then the options
 SOURCE = re.compile(r"((?:[\w.-]+|[^=]*?\.py):[^\W\d]\w*)(?::(.*))?", re.DOTALL)
@@ -79,21 +73,10 @@ OBJECTS: dict[str, Any] = {}  # what python:NAME means, such as the rows of a no
 
 def register(name: str) -> Callable[[C], C]:
     """Class decorator: registers a class, or a function that returns an environment, under `name`.
-
-    >>> from environments.base import Step
-    >>> @register("silence")
-    ... class Silence(Env):
-    ...     def reset(self, seed):
-    ...         return [{"role": "user", "content": "Say nothing."}]
-    ...     def step(self, response):
-    ...         return Step(message=None, reward=float(response == ""), done=True)
-    >>> make("silence").step("").reward
-    1.0
-    >>> del ENVIRONMENTS["silence"]
-    """
+    Raises UsageError for the name of a built-in one."""
 
     def add(constructor: C) -> C:
-        if isinstance(ENVIRONMENTS.get(name), str):  # one of ours
+        if isinstance(ENVIRONMENTS.get(name), str):
             raise UsageError(f"an environment {name!r} exists already; choose another name")
         ENVIRONMENTS[name] = constructor
         return constructor
@@ -109,16 +92,14 @@ def name_object(env: Any) -> str:
     """
     if isinstance(env, str):
         return env
-    build, name = env, getattr(env, "__name__", type(env).__name__)
+    build: Any = env
     if isinstance(env, Env | MultiAgentEnv):
-
-        def build() -> Env | MultiAgentEnv:
-            return copy.deepcopy(env)
-
-        build.heavy = env.heavy  # type: ignore[attr-defined]
+        build = lambda: copy.deepcopy(env)  # noqa: E731
+        build.heavy = env.heavy
     elif not callable(env):
         raise UsageError(f"env={env!r:.80}: give a class derived from Env or MultiAgentEnv, an "
                          "object of one, or a function that returns one")  # fmt: skip
+    name = getattr(env, "__name__", type(env).__name__)
     name = name if name.isidentifier() else "env"  # of a lambda
     register(name)(build)
     return name
@@ -127,15 +108,6 @@ def name_object(env: Any) -> str:
 def list_envs() -> list[str]:
     """Returns the names of all environments, sorted."""
     return sorted(ENVIRONMENTS)
-
-
-def unknown_name(name: str) -> UsageError:
-    """The error about a name that no environment has."""
-    similar = difflib.get_close_matches(name.lower(), list_envs(), n=1)
-    hint = f"did you mean {similar[0]}? " if similar else ""
-    names = ", ".join(list_envs())
-    return UsageError(f"unknown environment {name!r}; {hint}a class of yours is FILE.py:Class, or "
-                      f"train.run(.., env=Class) in Python; available: {names}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,10 +135,7 @@ class EnvSpec:
         name, _, options = spec.partition(":")
         if name not in ENVIRONMENTS and (match := SOURCE.fullmatch(spec)):
             name, options = match.groups("")
-        try:
-            return cls(name, key_value_pairs(options, f"--env {spec}"))
-        except UsageError as error:  # such as of games:Maze in a folder
-            raise error if ":" in name or name in ENVIRONMENTS else unknown_name(name) from None
+        return cls(name, key_value_pairs(options, f"--env {spec}"))
 
     def __str__(self) -> str:
         options = ",".join(f"{key}={value}" for key, value in self.options.items())
@@ -184,28 +153,26 @@ class EnvSpec:
         """The spec with `change(path, option)` in the place of each FILE.py in it, but for those of
         `command=`, and of the whole of `data=` and `opponent=`."""
 
-        def changed(key: str, text: str) -> str:
-            if key in ("data", "opponent"):
-                return change(unquoted(text), key)
-            return text if key == "command" else WORD.sub(lambda word: in_word(word[0], key), text)
-
         def in_word(word: str, key: str) -> str:
             if not (match := FILE.fullmatch(unquoted(word))):
                 return word
             new = change(match[1], key) + match[2]
-            return f'"{new}"' if re.search(r"[\s,'\[\]{}]", new) else new
+            return f'"{new}"' if key and re.search(r"[\s,'\[\]{}]", new) else new
 
-        file = FILE.fullmatch(self.name)
-        name = change(file[1], "") + file[2] if file else self.name
-        return EnvSpec(name, {key: changed(key, text) for key, text in self.options.items()})
+        options = dict(self.options)
+        for key, text in options.items():
+            if key in ("data", "opponent"):
+                options[key] = change(unquoted(text), key)
+            elif key != "command":
+                options[key] = WORD.sub(lambda word, key=key: in_word(word[0], key), text)
+        return EnvSpec(in_word(self.name, ""), options)
 
     def checksum(self) -> int:
         """Of the contents of the files that the spec names, such as FILE.py and that of `data=`."""
         contents: list[bytes] = []
 
         def note(path: str, _: str) -> str:
-            if Path(path).is_file():
-                contents.append(Path(path).read_bytes())
+            contents.extend([Path(path).read_bytes()] if os.path.isfile(path) else [])
             return path
 
         self.with_paths(note)
@@ -214,15 +181,14 @@ class EnvSpec:
     @property
     def opponent(self) -> str:
         """The opponent that is no option of the environment; "" if there is none."""
-        opponent = str(unquoted(self.options.get("opponent", "")))
+        opponent = unquoted(self.options.get("opponent", ""))
         return opponent if OPPONENT.fullmatch(opponent) else ""
 
     @property
     def only_in_python(self) -> bool:
         """Whether only this Python has it (`register`, `name_object`) or what it names (`OBJECTS`),
         so no command finds it."""
-        is_own = self.name == "rewarded" and "python:" in " ".join(self.options.values())
-        return is_own or not isinstance(ENVIRONMENTS.get(self.name, ""), str)
+        return "=python:" in str(self) or not isinstance(ENVIRONMENTS.get(self.name, ""), str)
 
     @cached_property  # the file of a run may change or go
     def constructor(self) -> Constructor:
@@ -231,18 +197,17 @@ class EnvSpec:
         if not isinstance(entry, str):
             return entry
         if ":" not in entry:
-            raise unknown_name(entry)
+            similar = difflib.get_close_matches(entry.lower(), list_envs(), n=1)
+            hint = f"did you mean {similar[0]}? " if similar else ""
+            raise UsageError(f"unknown environment {entry!r}; {hint}a class of yours is "
+                             "FILE.py:Class, or train.run(.., env=Class) in Python; available: "
+                             + ", ".join(list_envs()))  # fmt: skip
         try:
-            found = import_attribute(entry)
+            if callable(found := import_attribute(entry)):
+                return found
+            raise UsageError("it is no class and no function")
         except UsageError as error:
             raise UsageError(f"--env {self}: {error}") from error
-        if not callable(found):
-            raise UsageError(f"--env {self.name} is no class and no function")
-        return found
-
-    def accepts(self, key: str) -> bool:
-        """Whether the environment has an option `key`."""
-        return key in inspect.signature(self.constructor).parameters
 
     def declares(self, name: str) -> Any:
         """What the environment's class says, such as whether it is `heavy`; False if unknown."""
@@ -251,29 +216,32 @@ class EnvSpec:
         return False
 
     @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The options of the environment, with their types and defaults."""
+        return inspect.signature(self.constructor, eval_str=True).parameters
+
+    @property
     def values(self) -> dict[str, Any]:
         """Every option of the environment with its value: from the spec, else its default.
 
         Raises UsageError for an unknown key, and a value of the wrong type.
         """
-        try:
-            parameters = inspect.signature(self.constructor, eval_str=True).parameters.values()
-        except NameError as error:  # of an annotation
-            raise UsageError(f"--env {self}: {describe_error(error)}") from error
+        parameters = self.parameters.values()
         named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        others = [p for p in parameters if p.kind is p.VAR_KEYWORD]  # **kwargs
+        rest = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)  # **kwargs
         values = {name: p.default for name, p in named.items() if p.default is not p.empty}
         for key, text in self.options.items():
+            parameter = named.get(key, rest)
             if key == "opponent" and self.opponent:  # plays against the agent that the game asks
                 values |= {key: "self"} if key in named else {}
-                continue
-            if key not in named and not others:
+            elif parameter is None:
                 names = ", ".join(named) or "none"
                 raise UsageError(f"--env {self}: unknown key {key!r}; available keys: {names}")
-            try:
-                values[key] = convert(text, named[key] if key in named else others[0])
-            except ValueError as error:
-                raise UsageError(f"--env {self}: {key} must be {error}, not {text!r}") from None
+            else:
+                try:
+                    values[key] = convert(text, parameter)
+                except ValueError as error:
+                    raise UsageError(f"--env {self}: {key} must be {error}, not {text!r}") from None
         return values
 
 
@@ -284,21 +252,20 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
     environment does not allow, and for any other exception of the constructor.
     """
     spec = EnvSpec.read(spec)
-    values, opponent = spec.values, spec.opponent
+    values = spec.values
     try:
         env = spec.constructor(**values)
         if not isinstance(env, Env | MultiAgentEnv):
             is_gymnasium = any(kind.__module__ == "gymnasium.core" for kind in type(env).__mro__)
             hint = f"; write --env gymnasium:id={spec.name}" if is_gymnasium else ""
             raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv{hint}")
-        if opponent and (not isinstance(env, MultiAgentEnv) or len({*env.agents}) < 2):
+        if spec.opponent and len({*getattr(env, "agents", ())}) < 2:
             raise UsageError("an opponent needs an environment that names its `agents`, such as "
                              'agents = ("first", "second")')  # fmt: skip
         return env
-    except UsageError as error:
-        raise UsageError(f"--env {spec}: {error}") from None
     except Exception as error:
-        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
+        text = str(error) if isinstance(error, UsageError) else describe_error(error)
+        raise UsageError(f"--env {spec}: {text}") from error
 
 
 def absolute(spec: str | EnvSpec) -> EnvSpec:
@@ -338,11 +305,7 @@ def begin_run(info: RunInfo) -> None:
 
 
 def meanings(specs: Iterable[str | EnvSpec]) -> dict[str, str]:
-    """What the numbers are that these environments report, by their key in `Step.info`.
-
-    >>> meanings(["letter_counting:difficulty=2", "no_such_environment"])
-    {'worked': 'fraction that spell the word'}
-    """
+    """What the numbers are that these environments report, by their key in `Step.info`."""
     found: dict[str, str] = {}
     for spec in map(EnvSpec.read, specs):
         found |= spec.declares("meanings") or {}
@@ -353,11 +316,11 @@ def import_attribute(name: str) -> Any:
     """Returns what FILE.py:NAME or module:NAME names, or python:NAME, which is in OBJECTS. Raises
     UsageError."""
     source, _, attribute = name.rpartition(":")
-    if source == "python":
-        if attribute not in OBJECTS:
-            raise UsageError(f"{name} is an object that this Python does not have: give it again, "
-                             "train.run(.., data=.., reward=..)")  # fmt: skip
+    if source == "python" and attribute in OBJECTS:
         return OBJECTS[attribute]
+    if source == "python":
+        raise UsageError(f"{name} is an object that this Python does not have: give it again, "
+                         "train.run(.., data=.., reward=..)")  # fmt: skip
     if not source or attribute.endswith(".py"):
         raise UsageError(f"{name} names no class or function: write FILE.py:NAME")
     module = import_source(source)
