@@ -17,8 +17,11 @@ from environments.plumbing.check import check_env
 class Echo(Env):
     """A correct environment: repeat a number."""
 
+    def draw(self, seed):
+        return 2 * random.Random(seed).randrange(10**6) + (seed in EVAL_SEEDS)
+
     def reset(self, seed):
-        self.number = 2 * random.Random(seed).randrange(10**6) + (seed in EVAL_SEEDS)
+        self.number = self.draw(seed)
         return [user(f"Repeat {self.number}.")]
 
     def step(self, response):
@@ -64,24 +67,14 @@ class Duel(Pair):
         return "worse" if hasty else "best"
 
 
-def repeat(number):
-    """`reset` with the task that `number` gives."""
-
-    def reset(self, seed):
-        self.number = number(seed)
-        return [user(f"Repeat {self.number}.")]
-
-    return reset
-
-
 def ends(*step, **info):
     """`step` with this end."""
     return lambda self, response: Step(None, *step, info)
 
 
 PROBLEMS = {
-    "does not determine": (Echo, {"reset": repeat(lambda seed: time.perf_counter_ns())}),
-    "reserve tasks": (Echo, {"reset": repeat(lambda seed: random.Random(seed).randrange(1000))}),
+    "does not determine": (Echo, {"draw": lambda self, seed: time.perf_counter_ns()}),
+    "reserve tasks": (Echo, {"draw": lambda self, seed: random.Random(seed).randrange(1000)}),
     "could not convert string": (Echo, {"step": lambda self, text: Step(None, float(text), True)}),
     "step() never returned a Step for b": (Pair, {"seats": ("a",)}),
     "b acts, but is not one of a": (Pair, {"agents": ("a",)}),

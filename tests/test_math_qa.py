@@ -14,22 +14,20 @@ from environments.math_qa import MathQA
 from environments.plumbing.math_answers import parse_number
 from environments.plumbing.registry import make
 
-GSM8K = [
-    (f"Ann has {n} pens and buys {n} more. How many has she?",
-     f"She has {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n} pens.\n#### {2 * n:,}")
+GSM8K = {
+    f"Ann has {n} pens and buys {n} more. How many has she?":
+    f"She has {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n} pens.\n#### {2 * n:,}"
     for n in range(600, 640)
-]  # fmt: skip
-MATH = [
-    (rf"Simplify $\sqrt{{{n * n * 3}}}$.",
-     rf"It is $\sqrt{{{n}^2 \cdot 3}} = \boxed{{{n}\sqrt{{3}}}}$.")
+}  # fmt: skip
+MATH = {
+    rf"Simplify $\sqrt{{{n * n * 3}}}$.":
+    rf"It is $\sqrt{{{n}^2 \cdot 3}} = \boxed{{{n}\sqrt{{3}}}}$."
     for n in range(2, 12)
-]  # fmt: skip
-MATH_500 = 2 * [(r"What is $\sqrt{2}$ squared?", r"It is $\boxed{2}$.")]
-HUB = {  # rows, of which the first half is the training split, and their columns
-    "openai/gsm8k": (GSM8K, ("question", "answer")),
-    "EleutherAI/hendrycks_math": (MATH, ("problem", "solution")),
-    "HuggingFaceH4/MATH-500": (MATH_500, ("problem", "solution")),
-}
+}  # fmt: skip
+MATH_500 = {"": "", r"What is $\sqrt{2}$ squared?": r"It is $\boxed{2}$."}
+HUB = {  # the first half of each is the training split
+    "openai/gsm8k": GSM8K, "EleutherAI/hendrycks_math": MATH, "HuggingFaceH4/MATH-500": MATH_500,
+}  # fmt: skip
 ROWS = (
     [{"question": f"Twice {n}?", "answer": f"{n} + {n}\n#### {2 * n}"} for n in range(40)]
     + [{"question": f"Half of {n}?", "answer": rf"\boxed{{\frac{{{n}}}{{2}}}}"} for n in range(40)]
@@ -45,10 +43,10 @@ def hub(monkeypatch):
 
     def load_dataset(path, name, split):
         calls.append((path, name, split))
-        rows, columns = HUB[path]
+        rows = [{"question": text, "problem": text, "answer": worked, "solution": worked}
+                for text, worked in HUB[path].items()]  # fmt: skip
         half = len(rows) // 2
-        rows = rows[:half] if split == "train" else rows[half:]
-        return datasets.Dataset.from_list([dict(zip(columns, row, strict=True)) for row in rows])
+        return datasets.Dataset.from_list(rows[:half] if split == "train" else rows[half:])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     yield calls
@@ -88,9 +86,9 @@ def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solution
     env = make("math_qa:data=gsm8k")
     make("math_qa:data=gsm8k")  # from the cache
     assert hub == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    train = {text for text, _ in GSM8K[:20]}
+    train, test = {*[*GSM8K][:20]}, {*[*GSM8K][20:]}
     assert questions(env, TRAIN_SEEDS[:200]) == questions(env, DEMO_SEEDS[:200]) == train
-    assert questions(env, EVAL_SEEDS[:200]) == {text for text, _ in GSM8K[20:]}
+    assert questions(env, EVAL_SEEDS[:200]) == test
     text = question(env, 0)
     assert text.endswith("end with <answer>exact result</answer>.")
     n = int(re.search(r"\d+", text)[0])
@@ -106,7 +104,7 @@ def test_math500_trains_on_the_training_splits_of_math_alone_and_accepts_equal_f
     assert {split for path, _, split in hub if path == "EleutherAI/hendrycks_math"} == {"train"}
     assert ("HuggingFaceH4/MATH-500", "default", "test") in hub
     assert questions(env, EVAL_SEEDS[:50]) == {"What is $\\sqrt{2}$ squared?"}
-    assert questions(env, TRAIN_SEEDS[:50]) == {text for text, _ in MATH[:5]}
+    assert questions(env, TRAIN_SEEDS[:50]) == {*[*MATH][:5]}
     root = re.search(r"\\sqrt\{\d+\}", question(env, 0))[0]
     for answer in (env.demonstrate(), f"<answer>{root}</answer>"):
         assert env.step(answer).reward == 1.0

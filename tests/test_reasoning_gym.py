@@ -15,16 +15,13 @@ from environments.plumbing.registry import make
 pytestmark = needs("envs", "reasoning_gym")
 
 
-@pytest.mark.parametrize("name", "chain_sum leg_counting list_functions".split())
-def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged(name):
-    env = ReasoningGym(name)
+def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged():
+    env = ReasoningGym("list_functions")  # which draws from a global one
 
     def play(seed):
         question, guess = env.reset(seed), env.demonstrate(hasty=True)
         assert question[0]["content"].endswith("</answer>.")
-        right = env.step(env.demonstrate())
-        assert right.reward == pytest.approx(1) and right.done and right.message is None
-        assert right.info == {"correct": True, "invalid": False}
+        assert env.step(env.demonstrate()).info == {"correct": True, "invalid": False}
         return question, env.demonstrate(), guess, env.step(guess)
 
     random.seed(1), np.random.seed(1)
