@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.files.run_log import read_records
 from core.report import doctor
-
-RUNS = Path(__file__).resolve().parent.parent / "runs"
 
 
 def update(number, **metrics):
@@ -96,14 +93,6 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     [(found, following)] = shown([update(3, warnings=warnings)], tmp_path, env=["compose"])
     assert found.endswith(" The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3)")
     assert following == "python -m environments play compose"
-
-
-@pytest.mark.parametrize("pattern", ["letter_counting_tiny/*-seed[0-4]", "smollm2/sums-seed*"])
-def test_recorded_runs_that_learn_have_one_finding(pattern):
-    files = [file for file in RUNS.glob(f"{pattern}.jsonl") if "answers" not in file.name]
-    found = {file.name: shown(read_records(file)) for file in files}
-    assert files and all(len(lines) == 1 for lines in found.values()), found
-    assert all(text.startswith("It learns: ") for [(text, _)] in found.values())
 
 
 def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch, capsys):

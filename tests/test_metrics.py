@@ -97,7 +97,7 @@ def test_update_stats_by_hand(cap, mode, capped):
         number=torch.arange(3), logprobs=torch.zeros(3), importance_weights=torch.ones(3),
         rollout=torch.zeros(3), entropy=torch.tensor([0.1, 0.2, 0.6]),
         sampler_ratio=torch.tensor([2.0, 0.4, 3.0]), token_weights=torch.tensor([0.2, 0.1, 0.0]),
-        in_loss=torch.tensor([True, True, True]),
+        in_loss=torch.tensor([True, True, True]), varentropy=torch.tensor([1.0, 1.0, 2.0]),
     )  # fmt: skip
     second = Tokens(
         number=torch.arange(2), importance_weights=torch.ones(2),
@@ -111,6 +111,7 @@ def test_update_stats_by_hand(cap, mode, capped):
     stats.add(first, torch.tensor(7.0), {"kl/approx": 9.0})
     stats.end_minibatch(0)
     assert (stats.loss, stats.approx_kl) == (7.0, 3.0)
+    stats.num_steps = 1  # the surprise is that of before it
     stats.add(first, torch.tensor(-2.0), {"kl/approx": 0.3})
     stats.end_minibatch(1)
     stats.add(second, torch.tensor(-1.0), {"kl/approx": 0.2})
@@ -125,7 +126,7 @@ def test_update_stats_by_hand(cap, mode, capped):
         "gap/logprob_mean": 2.0 / 5, "gap/logprob_max": 1.0, "weights/mean": (5.4 + 2 * 0.6) / 7,
         "kl/reference": 2 * (math.e - 2) / 2 / 7,
         "weights/capped": capped / 7, "tokens/trained": 3, "update/steps": 3,
-        "update/skipped": 0.0,
+        "update/skipped": 0.0, "gap/surprise": -0.9 / 3, "gap/surprise_z": -0.9 / 2,
         "mine": 0.5,
     }  # fmt: skip
     means = stats.means(batch)

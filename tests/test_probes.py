@@ -61,28 +61,19 @@ def test_the_first_step_of_adamw_is_the_learning_rate_and_holds_all_passes(dtype
     assert probe.metrics(cfg, norm, lr)["grad/passes"] == pytest.approx(0.75, rel=0.01)
 
 
-def rollouts_of(answers, rewards):
-    """Rollouts of one group; the tokens of an answer have log-prob log(1/2)."""
-    half = math.log(0.5)
-    return [
-        Rollout("e", base.PLAYER, 0, 0, turns=[Turn([1], ids, [half] * len(ids), "stop", reward)])
-        for ids, reward in zip(answers, rewards, strict=True)
-    ]
-
-
-def test_equal_answers_are_counted_and_expected_by_their_probabilities():
-    batch = to_tokens(rollouts_of([[5], [5], [6], [7, 8]], [0.0] * 4))
-    batch.old_logprobs = batch.sampler_logprobs
-    found = probes._equal_answers(batch, [[0, 1, 2, 3]])
-    # (1/2 + 1/2 + 1/2 + 1/4) · 3 / 2
-    assert found == {"groups/equal_answers": 1.0, "groups/likely_equal": pytest.approx(2.625)}
-
-
 def episode(turns, steps, correct=False):
     """Turns as (prompt, answer, reward), and the (reward, fresh) of the environment's steps."""
     rollout = Rollout("e", base.PLAYER, 0, 0, info={"correct": correct}, steps=steps)
     rollout.turns = [Turn(*ids, [-1.0] * len(ids[1]), "stop", reward) for *ids, reward in turns]
     return rollout
+
+
+def test_equal_answers_are_counted_and_expected_by_their_probabilities():
+    batch = to_tokens([episode([([1], ids, 0.0)], []) for ids in ([5], [5], [6], [7, 8])])
+    batch.old_logprobs = batch.sampler_logprobs  # -1 a token
+    found = probes._equal_answers(batch, [[0, 1, 2, 3]])
+    likely = (3 * math.exp(-1) + math.exp(-2)) * 3 / 2
+    assert found == {"groups/equal_answers": 1.0, "groups/likely_equal": pytest.approx(likely)}
 
 
 def test_turns_have_the_rewards_of_their_steps_and_begin_with_the_turn_before():
@@ -149,22 +140,6 @@ def test_small_faults_of_the_loop_break_the_exact_facts(command, monkeypatch):
         "reward_misplaced", "history_lost", "learning_rate", "rollouts_left_out",
         "correct_miscounted", "not_greedy",
     }  # fmt: skip
-
-
-def test_the_surprise_of_a_hidden_temperature_shows_and_that_of_the_true_one_does_not():
-    """The mean of -log π over draws from π is its entropy; the varentropy is its variance."""
-    from algorithms.token_logprobs import token_logprobs
-
-    logits = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)) * 2
-
-    def z(temperature):
-        drawn = torch.multinomial((logits / temperature).softmax(-1), 1,
-                                  generator=torch.Generator().manual_seed(1))[:, 0]  # fmt: skip
-        nodes = torch.arange(len(logits))
-        logprobs, entropy, varentropy = token_logprobs(logits, nodes, drawn, lambda h: h)
-        return ((-logprobs - entropy).sum() / varentropy.sum().sqrt()).item()
-
-    assert abs(z(1.0)) < 3 and z(0.7) < -10 and z(1.4) > 10
 
 
 def test_examples_and_begun_answers_are_not_taken_for_answers(tmp_path, command):

@@ -23,6 +23,7 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
     "text.parse_math": False,
 }  # fmt: skip
+Row = Sequence[float]
 SMOOTHING = 2  # neighbours on each side that the thick line averages
 
 
@@ -94,14 +95,7 @@ def draw_metrics(
         axis.plot(x, smooth, color=color, linewidth=2.2, label=name)
 
 
-def band(
-    axis: Axes,
-    x: Sequence[float],
-    middle: Sequence[float],
-    low: Sequence[float],
-    high: Sequence[float],
-    **line: Any,
-) -> None:
+def band(axis: Axes, x: Row, middle: Row, low: Row, high: Row, **line: Any) -> None:
     """A curve, and a band from `low` to `high` around it."""
     axis.fill_between(x, low, high, color=line["color"], alpha=0.18, linewidth=0)
     axis.plot(x, middle, **line)
