@@ -47,36 +47,34 @@ def quick_calls(look: Callable[[], None]) -> Iterator[None]:
 
 
 class Calls:
-    """At most `count` calls at the same time, each in a daemon thread; the others wait.
+    """At most `count` calls at the same time, each in a daemon thread; the others wait."""
 
-    `limit`: seconds of a call; 0: no limit.
-    """
-
-    def __init__(self, count: int, limit: float):
-        self.count, self.limit = count, limit or float("inf")
+    def __init__(self, count: int):
+        self.count = count
         self.waiting = deque[tuple[Any, Callable[[], Any], float]]()
         self.at_work: dict[Future[Any], tuple[Any, float]] = {}  # key and deadline
 
-    def start(self, key: Any, function: Callable[[], Any], limited: bool = True) -> None:
-        """Makes a call once fewer than `count` are at work; `ended` returns its outcome."""
-        self.waiting.append((key, function, self.limit if limited else float("inf")))
+    def start(self, key: Any, function: Callable[[], Any], limit: float = 0.0) -> None:
+        """Makes a call once fewer than `count` are at work; `ended` returns its outcome. `limit`:
+        its seconds; 0: no limit."""
+        self.waiting.append((key, function, limit or float("inf")))
         self._begin()
 
     def ended(self, wait: float) -> list[tuple[Any, Outcome]]:
         """Key and outcome of the calls that have ended, after at most `wait` seconds."""
         futures.wait(self.at_work, wait, futures.FIRST_COMPLETED)
-        found, now = list[tuple[Any, Outcome]](), time.monotonic()
+        outcomes, now = list[tuple[Any, Outcome]](), time.monotonic()
         for future, (key, deadline) in [*self.at_work.items()]:
             if future.done():
-                found.append((key, outcome_of(future.result)))
+                outcomes.append((key, outcome_of(future.result)))
             elif deadline < now:
-                error = TimeLimit(f"no answer in {self.limit:g} seconds (--env-timeout)")
-                found.append((key, (None, error)))
+                error = TimeLimit("no answer within --env-timeout")
+                outcomes.append((key, (None, error)))
             else:
                 continue
             del self.at_work[future]
         self._begin()
-        return found
+        return outcomes
 
     def clear(self) -> list[Any]:
         """Forgets all calls, and returns the keys of those under way."""
@@ -99,7 +97,7 @@ def outcome_of(function: Callable[[], Any]) -> Outcome:
         return None, error
 
 
-def in_thread(function: Callable[[], T], name: str | None = None) -> Future[T]:
+def in_thread(function: Callable[[], T]) -> Future[T]:
     """Makes one call in a daemon thread of its own, for which the end of the process won't wait."""
     future = Future[T]()
 
@@ -109,5 +107,5 @@ def in_thread(function: Callable[[], T], name: str | None = None) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
+    threading.Thread(target=work, daemon=True).start()
     return future

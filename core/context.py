@@ -50,7 +50,9 @@ class Renderer:
         if system_prompt and not accepts_system(policy.tokenizer):
             raise UsageError("--system-prompt: the chat template has no system messages; remove it")
         self.policy, self.system_prompt = policy, system_prompt
-        self.rendered = lru_cache(MAX_OPENINGS)(self._render)
+        self.rendered = lru_cache(MAX_OPENINGS)(
+            lambda chat_and_schemas: prompt_ids(policy.tokenizer, *json.loads(chat_and_schemas))
+        )
 
     def opening_ids(self, chat: list[Message], schemas: Sequence[Schema]) -> list[int]:
         """The ids of a prompt that begins a context.
@@ -59,9 +61,6 @@ class Renderer:
         UsageError or TypeError if it cannot be.
         """
         return self.rendered(json.dumps([chat, schemas]))
-
-    def _render(self, chat_and_schemas: str) -> list[int]:
-        return prompt_ids(self.policy.tokenizer, *json.loads(chat_and_schemas))
 
     def demonstration(self, text: str) -> Completion:
         """A demonstration as if the policy had sampled it, with log-probs of 0. Raises UsageError
@@ -112,15 +111,16 @@ class Agent:
         """
         if answer is None:
             raise TypeError("the environment has no demonstration")
-        found = self.renderer.demonstration(answer) if isinstance(answer, str) else answer
-        if found.finish_reason == "error":
-            raise EnvFailure(found.text)
-        prompt, ids = self.prompt_ids, found.token_ids
+        if isinstance(answer, str):
+            answer = self.renderer.demonstration(answer)
+        if answer.finish_reason == "error":
+            raise EnvFailure(answer.text)
+        prompt, ids = self.prompt_ids, answer.token_ids
         # what is trained: the ids exactly as they were sampled, in the context that they had
-        turn = Turn(prompt, ids, found.logprobs, found.finish_reason, kept_ids=found.kept_ids)
+        turn = Turn(prompt, ids, answer.logprobs, answer.finish_reason, kept_ids=answer.kept_ids)
         self.rollout.turns.append(turn)
         self.given = self.prefill
-        text = self.given + found.text
+        text = self.given + answer.text
         if self.given:  # the answer, which follows, begins with this message
             del self.chat[-1], self.rollout.messages[-1]
         self._extend([{"role": "assistant", "content": text}])

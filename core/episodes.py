@@ -139,8 +139,10 @@ class RolloutCollector:
         mine = distributed.shard(list(enumerate(tasks)))
         episodes = [Episode(number, task) for number, task in mine]
         self.play_out([self.guarded(episode, answerer) for episode in episodes], on_progress)
-        rollouts = [rollout for episode in episodes for rollout in own_rollouts(episode)]
-        kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
+        kept = list[Rollout]()
+        for e in episodes:
+            seats = [agent.rollout for name, agent in e.agents.items() if e.seat in ("", name)]
+            kept += [rollout for rollout in seats if rollout.turns or rollout.error]
         return group_by_agent(with_lowest_return(distributed.all_gather(kept)))
 
     def close(self) -> None:
@@ -201,7 +203,12 @@ class RolloutCollector:
         except (GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit too: an environment must not end the run
-            self.fail(episode, error)
+            if not episode.agents:
+                self.join(episode, PLAYER)
+            for rollout in (agent.rollout for agent in episode.agents.values()):
+                rollout.error = error_text(error)
+                rollout.env_failure = isinstance(error, EnvFailure)
+                rollout.no_reward = isinstance(error, NoReward)
             if isinstance(error, NoReward):
                 self.pool.give_back(env)
             elif isinstance(error, TimeLimit):  # it may still be at work: leave it alone
@@ -291,15 +298,6 @@ class RolloutCollector:
             if episode.seat not in episode.agents:  # so that a failure before it acts is counted
                 self.join(episode, episode.seat)
 
-    def fail(self, episode: Episode, error: BaseException) -> None:
-        """Gives the error to the rollouts of all agents."""
-        if not episode.agents:
-            self.join(episode, PLAYER)
-        for agent in episode.agents.values():
-            agent.rollout.error = error_text(error)
-            agent.rollout.env_failure = isinstance(error, EnvFailure)
-            agent.rollout.no_reward = isinstance(error, NoReward)
-
 
 def resume(play: Play, answers: list[Outcome]) -> Sequence[Wanted] | None:
     """Lets an episode continue with its answers; returns what it asks for, None at its end."""
@@ -328,12 +326,6 @@ def error_text(error: BaseException) -> str:
     """The type and the message of an error, at most 500 characters, and the user's line."""
     place = "" if isinstance(error, EnvFailure) else place_of(error)
     return f"{type(error).__name__}: {error}"[:500] + place
-
-
-def own_rollouts(episode: Episode) -> list[Rollout]:
-    """The rollouts of the agents that the policy plays."""
-    seats = [episode.seat] if episode.seat in episode.agents else [*episode.agents]
-    return [episode.agents[name].rollout for name in seats]
 
 
 def with_lowest_return(rollouts: list[Rollout]) -> list[Rollout]:

@@ -59,11 +59,11 @@ class Pool:
     """
 
     def __init__(self, read_calls: ReadCalls, limit: float):
-        self.read_calls = read_calls
+        self.read_calls, self.limit = read_calls, limit
         self.idle: dict[EnvSpec, list[PooledEnv]] = defaultdict(list)
         self.lent: set[PooledEnv] = set()  # to episodes
         self.quick = deque[list[EnvCall]]()  # groups of calls
-        self.slow = Calls(MAX_CALLS, limit)
+        self.slow = Calls(MAX_CALLS)
 
     def borrow(self, spec: EnvSpec) -> Generator[list[EnvCall], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
@@ -106,7 +106,8 @@ class Pool:
         for group in groups.values():
             env = group[0].env
             if env.waits:  # a program has a limit of its own
-                self.slow.start(group, partial(make_calls, group), not is_program(env.spec))
+                limit = 0.0 if is_program(env.spec) else self.limit
+                self.slow.start(group, partial(make_calls, group), limit)
             else:
                 self.quick.append(group)
 
@@ -127,9 +128,9 @@ class Pool:
         if self.slow.at_work:
             made += self.slow.ended(POLL if may_wait and not made else 0.0)
         outcomes: dict[Any, Outcome] = {}
-        for group, (found, error) in made:
+        for group, (results, error) in made:
             for i, call in enumerate(group):  # an exception is that of all of them
-                outcomes[call] = found[i] if error is None else (None, error)
+                outcomes[call] = results[i] if error is None else (None, error)
         return outcomes
 
     def abandon(self) -> None:

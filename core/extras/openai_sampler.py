@@ -38,7 +38,7 @@ class OpenAISampler(Sampler):
 
     def __init__(self, policy: Policy, base_url: str, model: str):
         self.policy, self.base_url, self.model = policy, base_url, model
-        self.calls = Calls(CONCURRENCY, limit=0)  # the client has one
+        self.calls = Calls(CONCURRENCY)
         self.works = False  # whether a request has succeeded
         key = api_key() or "none"  # the client requires one
         self.client: Any = openai.OpenAI(

@@ -52,7 +52,7 @@ class ServerSampler(Sampler):
         # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
         pool = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         self.client = httpx.Client(headers=headers, timeout=LIMIT, limits=pool, trust_env=False)
-        self.calls = Calls(AT_ONCE, 0)
+        self.calls = Calls(AT_ONCE)
         dtype = str(policy.dtype).removeprefix("torch.")
         advice = (f"start it with the model of --model-id, --dtype {dtype} and "
                   "--logprobs-mode processed_logprobs")  # fmt: skip
