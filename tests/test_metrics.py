@@ -277,7 +277,9 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
                 "asked": 4, "played": 4}  # fmt: skip
     assert {k: found[f"eval/letter_counting/{k}"] for k in expected} == pytest.approx(expected)
     assert "eval/letter_counting/seen" not in found  # nothing has looked for these prompts yet
-    evaluation.note_trained(run.progress, rollouts[:1])
+    others = [rollouts[2], evaluated(9, -1, 9, True)]  # without a turn; of no held-out task
+    evaluation.note_trained(run.progress, [rollouts[0], *others])
+    assert sum(run.progress["openings_seen"].values()) == 1
     assert Run.evaluate(run, 4)["eval/letter_counting/seen"] == pytest.approx(1 / 3)
     run.progress["openings_seen"] = {}  # a resume has changed the tasks
     assert "eval/letter_counting/seen" not in Run.evaluate(run, 5)
