@@ -98,8 +98,10 @@ def before_after(records: Sequence[Record]) -> list[tuple[str, Record, Record]]:
     """
     edits = [i for i, r in enumerate(records) if "changed_code" in (r.get("warnings") or {})]
     evaluations = [r for r in records[max(edits, default=0) :] if evaluated(r)]
-    ends = evaluations[:1] + evaluations[-1:]
-    return [(env, *ends) for env in evaluated(ends[0]) if env in evaluated(ends[1])] if ends else []
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    return [(env, first, last) for env in evaluated(first) if env in evaluated(last)]
 
 
 def never_right(env: str, records: Sequence[Record]) -> bool:

@@ -26,15 +26,14 @@ SOLVED = 0.8  # the lower end of the accuracy's interval: of 64 answers 58 were 
 MANY_CUT = 0.1  # completions that end at the token limit
 SIGNS = dict(SYMPTOMS)  # what follows from a broken fact
 WORSE = "It has become worse"
-Finding = tuple[str, str]  # a sentence with its number, and the next step or ""
 
 
-def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
-    """What the log of a run shows, in this order: the warnings that it raised, causes before what
-    follows from them, and the accuracy on each environment. What to do next about an accuracy
-    follows from the warnings, if there are any."""
+def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> list[tuple[str, str]]:
+    """What the log of a run shows, as sentences, each with the next step or "": the warnings that
+    it raised, causes before what follows from them, and the accuracy on each environment. What to
+    do next about an accuracy follows from the warnings, if there are any."""
     spec = relative(str([*config.get("env", ()), "SPEC"][0]))
-    found = list[Finding]()
+    found = list[tuple[str, str]]()
     warned = sorted(results.logged_warnings(records), key=lambda warning: warning[0] in SIGNS)
     for name, updates, message in warned:
         text, _, advice = message.partition("; try ")

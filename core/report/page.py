@@ -115,7 +115,6 @@ def _run_data(folder: Path, config: dict[str, Any], room: int) -> Record:
         "curves": _curves(records),
         "reported": results.reported(records),
         "meanings": meanings(config["env"]),
-        "held_out": config.get("eval_num_tasks", 0) * len(config.get("eval_env") or config["env"]),
     }
     room -= len(to_json(data)) + 400
     data["batches"], data["left_out"] = pack_rollouts(folder, room)
