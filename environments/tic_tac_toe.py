@@ -38,6 +38,10 @@ from environments.parsing import Retries, integer, read_action, user
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 EMPTY = "." * 9
 OTHER = {"X": "O", "O": "X"}
+RULES = (
+    "Tic-tac-toe: you are {}. Cells are 1 to 9, row by row. Work it out, then end with "
+    "<move>cell</move>."
+)
 PLAIN = r"(?:^|move is|move:|cell|take|play) *([1-9])\W*$"  # a move without tags
 RESULTS = {1.0: "You won.", 0.0: "A draw.", -1.0: "You lost."}
 
@@ -58,7 +62,7 @@ class AgainstOpponent(Env):
         if self.rng.random() < 0.5:
             self._reply()
         self.guess = self.rng.choice(free(self.board))
-        return [_opening(self.board, "X")]
+        return [_show(RULES.format("X"), self.board)]
 
     def step(self, response: str) -> Step:
         cell = read_cell(response, self.board)
@@ -70,7 +74,7 @@ class AgainstOpponent(Env):
         if is_over(self.board):
             return _end(self.board, "X", lowest_correct=0.0 if self.perfect else 1.0)
         self.guess = self.rng.choice(free(self.board))
-        return Step(_moved(self.board, "O", reply), 0.0, False, {"correct": False})
+        return Step(_show(f"O takes {reply}.", self.board), 0.0, False, {"correct": False})
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Names the winning moves of both sides, then a best one; `hasty`: a random move."""
@@ -96,7 +100,7 @@ class SelfPlay(MultiAgentEnv):
     def reset(self, seed: int) -> dict[str, list[Message]]:
         self.seed, self.board, self.turn = seed, EMPTY, "X"
         self.retries = {"X": Retries(), "O": Retries()}
-        return {"X": [_opening(self.board, "X")]}
+        return {"X": [_show(RULES.format("X"), self.board)]}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         mover, other, info = self.turn, OTHER[self.turn], {"correct": False}
@@ -108,7 +112,7 @@ class SelfPlay(MultiAgentEnv):
         self.board, self.turn = place(self.board, cell, mover), other
         if is_over(self.board):
             return {side: _end(self.board, side) for side in (mover, other)}
-        ask = _opening(self.board, "O") if is_first else _moved(self.board, mover, cell)
+        ask = _show(RULES.format("O") if is_first else f"{mover} takes {cell}.", self.board)
         return {mover: Step(None, 0.0, False, info), other: Step(ask, 0.0, False, info)}
 
     def demonstrate(self, agent: str, hasty: bool = False) -> str:
@@ -195,15 +199,6 @@ def _value_vs_random(board: str, cell: int, side: str) -> float:
     return sum(replies) / len(replies)
 
 
-def _opening(board: str, side: str) -> Message:
-    rules = f"Tic-tac-toe: you are {side}. Cells are 1 to 9, row by row."
-    return user(f"{rules} Work it out, then end with <move>cell</move>. {_show(board)}")
-
-
-def _moved(board: str, mover: str, cell: int) -> Message:
-    return user(f"{mover} takes {cell}. {_show(board)}")
-
-
 def _hint(board: str) -> str:
     return f"End with <move>cell</move>; free: {_names(free(board))}"
 
@@ -211,12 +206,13 @@ def _hint(board: str) -> str:
 def _end(board: str, side: str, lowest_correct: float = 1.0) -> Step:
     """The last step of `side`; `lowest_correct`: the reward from which on the game is correct."""
     reward = outcome(board, side)
-    message = user(f"{RESULTS[reward]} {_show(board)}")
-    return Step(message, reward, True, {"correct": reward >= lowest_correct})
+    info = {"correct": reward >= lowest_correct}
+    return Step(_show(RESULTS[reward], board), reward, True, info)
 
 
-def _show(board: str) -> str:
-    return f"Board: {' / '.join(' '.join(board[i : i + 3]) for i in (0, 3, 6))}"
+def _show(text: str, board: str) -> Message:
+    rows = " / ".join(" ".join(board[i : i + 3]) for i in (0, 3, 6))
+    return user(f"{text} Board: {rows}")
 
 
 def _names(cells: list[int]) -> str:
