@@ -146,8 +146,8 @@ def choice_values(last: str, rounds: int) -> dict[str, tuple[int, int]]:
     """
     values = {}
     for choice in CHOICES:
-        after = choice_values(choice, rounds - 1).values() if rounds > 1 else [(0, 0)]
-        values[choice] = (POINTS[choice, last][0], max(map(sum, after)))
+        later = max(map(sum, choice_values(choice, rounds - 1).values())) if rounds > 1 else 0
+        values[choice] = (POINTS[choice, last][0], later)
     return values
 
 

@@ -123,7 +123,8 @@ class WikipediaMaze(Env):
 @cache
 def pages() -> dict[str, dict[str, str]]:
     """Returns the texts of each page, by title and heading."""
-    return json.loads(PAGES.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    read: dict[str, dict[str, str]] = json.loads(PAGES.read_text(encoding="utf-8"))
+    return read
 
 
 @cache
@@ -133,8 +134,8 @@ def links() -> dict[str, list[str]]:
     >>> links()["Nile"]
     ['Sahara', 'Wheat', 'Egypt', 'Paper']
     """
-    return {title: list(dict.fromkeys(LINK.findall(" ".join(sections.values()))))
-            for title, sections in pages().items()}  # fmt: skip
+    texts = {title: " ".join(sections.values()) for title, sections in pages().items()}
+    return {title: list(dict.fromkeys(LINK.findall(text))) for title, text in texts.items()}
 
 
 @cache

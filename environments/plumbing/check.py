@@ -53,6 +53,9 @@ ODD_TEXTS = [
     "<answer>" + "9" * 5000 + "</answer>", '{"answer":' * 10_000, "[" * 100_000, "5 " * 50_000,
 ]  # fmt: skip
 
+Respond = Callable[[str, int], str | None]  # the response of an agent in a turn
+Turn = tuple[dict[str, str], dict[str, Step]]  # responses and steps
+
 
 @dataclass
 class Report:
@@ -109,7 +112,7 @@ def digests(spec: str, seeds: Iterable[int]) -> list[str]:
 
     Each third response is a guess, the second one is unreadable, the others are demonstrations.
     """
-    env, checksums = with_tools(make(spec)), []
+    env, checksums = with_tools(make(spec)), list[str]()
 
     def respond(agent: str, turn: int) -> str | None:
         return "no idea" if turn == 1 else env.demonstrate(agent, hasty=turn % 3 == 2)
@@ -205,12 +208,11 @@ def _check_openings(report: Report, env: MultiAgentEnv) -> None:
 
 
 def _play(
-    report: Report, env: MultiAgentEnv, seed: int, respond: Callable[[str, int], str | None],
-    max_turns: int,
-) -> tuple[dict[str, list[Message]], list[tuple[dict[str, str], dict[str, Step]]]]:  # fmt: skip
+    report: Report, env: MultiAgentEnv, seed: int, respond: Respond, max_turns: int
+) -> tuple[dict[str, list[Message]], list[Turn]]:
     """Returns the opening of an episode, and the responses and steps of each turn. Where `respond`
     has no response, it is a guess."""
-    opening, turns = _reset(env, seed), []
+    opening, turns = _reset(env, seed), list[Turn]()
     begun = {agent: prefill_of(messages) for agent, messages in opening.items()}
     waiting = set(opening)
     while waiting and len(turns) < max_turns:
