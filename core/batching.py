@@ -25,6 +25,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,8 +167,8 @@ def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> N
 
     Further tensors [S] are for `compute_loss`, numbers for the log. Raises UsageError.
     """
-    found = {"advantages": None} | (found if isinstance(found, dict) else {"advantages": found})
-    for name, value in found.items():
+    named: dict[str, Any] = dict(found) if isinstance(found, dict) else {"advantages": found}
+    for name, value in ({"advantages": None} | named).items():
         if name in RESERVED:
             raise UsageError(f"compute_advantages: {name} is a vector of the loop: rename yours")
         if name != "advantages" and getattr(value, "shape", type(value)) in ((), int, float):

@@ -291,7 +291,7 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
     except Exception as error:
         name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         reason = name + one_line(error)[:200]
-        if not trusted and "trust_remote_code" in reason:
+        if not trusted and "trust_remote_code" in str(error):
             reason = "it needs its own Python code; add --trust-remote-code if you trust its author"
         raise UsageError(f"{subject}: {reason}") from error
     finally:

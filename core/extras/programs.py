@@ -179,7 +179,7 @@ class Conversations:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if END_OF_THOUGHT in text:
             message["reasoning_content"] = text[: len(text) - len(content)].strip()
-        calls = []
+        calls = list[dict[str, Any]]()
         for name, arguments in read_calls(tokenizer, text) if ask.tools else ():
             if name:  # else it cannot be read
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}

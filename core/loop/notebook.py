@@ -24,7 +24,9 @@ def run(main: Callable[[Config], int], cfg: Config, env: Any = None, **data: Any
     def named(_: list[str]) -> Config:
         if data and env is not None:
             raise UsageError("give env= or data=, not both")
-        found = rewarded.of_objects(**data) if data else env
-        return complete(cfg if found is None else replace(cfg, env=registry.name_object(found)))
+        given = rewarded.of_objects(**data) if data else env
+        if given is None:
+            return complete(cfg)
+        return complete(replace(cfg, env=(registry.name_object(given),)))
 
     return cli.execute(main, [], named)

@@ -18,6 +18,9 @@ from pathlib import Path
 
 from environments.plumbing import worker
 
+if not hasattr(os, "fork"):
+    raise ImportError("this system has no fork: processes.py starts a fresh process there")
+
 PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 

@@ -62,14 +62,18 @@ def start(
         if libraries:
             arguments = interpreter("environments.plumbing.worker:main", *arguments)
         group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # Ctrl-C is for the run alone
+        stdin, stdout, stderr = files
         try:
-            return Fresh(arguments, -1, None, *files, env=variables, creationflags=group)
+            return Fresh(
+                arguments, stdin=stdin, stdout=stdout, stderr=stderr, env=variables,
+                creationflags=group,
+            )  # fmt: skip
         except OSError as error:
             raise EnvFailure(f"can't start {arguments[0]!r}: {error.strerror}") from None
     ours, theirs = socket.socketpair()
     try:
         with theirs, LOCK:
-            handles = [file.fileno() for file in (*files, theirs)]
+            handles = [*(file.fileno() for file in files), theirs.fileno()]
             socket.send_fds(_server(libraries), [b"."], handles)
         job = os.getcwd(), variables, arguments, bool(libraries)
         ours.sendall(json.dumps(job).encode() + b"\n")

@@ -245,8 +245,8 @@ class ToolEnv(SingleAgentEnv):
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += text.startswith("error: ")
             results.append({"role": "tool", "content": text})
-        names = [{"name": call.name} for call in calls]
-        self.earlier += [answer.message, *map(dict.__or__, results, names)]
+        named = [{**result, "name": call.name} for result, call in zip(results, calls, strict=True)]
+        self.earlier += [answer.message, *named]
         info = self.info | self.counts
         return {PLAYER: ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))}
 
