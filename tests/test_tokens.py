@@ -42,17 +42,26 @@ def by_hand(hidden, head, mask, temperature, kept_ids=None):
 
 
 @pytest.mark.parametrize(
-    "mask, temperature, chunk, kept_ids",
+    "mask, temperature, chunk, kept_ids, sizes",
     [
-        (MASK, 0.5, 2, None),
-        (EDGES, 2.0, 4096, None),
+        (MASK, 0.5, 2, None, [2, 2, 2]),  # 6 tokens were sampled, of 10 positions
+        (EDGES, 2.0, 4096, None, [3]),
         # top-k or top-p kept these ids at each of the six places, the sampled one among them
-        (MASK, 0.5, 4, [[1, 2], [4], None, [0, 1, 4], [0, 1, 3, 4], [1, 2, 3]]),
+        (MASK, 0.5, 4, [[1, 2], [4], None, [0, 1, 4], [0, 1, 3, 4], [1, 2, 3]], [4, 2]),
+        (MASK & False, 1.0, 4, None, []),
     ],
 )
-def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk, kept_ids):
-    hidden, head = small_head()
-    got = token_logprobs(hidden, *places(mask), lambda h: h @ head.T, temperature, chunk, kept_ids)
+def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk, kept_ids, sizes):
+    (hidden, head), chunks = small_head(), []
+
+    def to_logits(h):
+        chunks.append(len(h))
+        return h @ head.T
+
+    got = token_logprobs(hidden, *places(mask), to_logits, temperature, chunk, kept_ids)
+    assert chunks == sizes and [len(x) for x in got] == [sum(sizes)] * 3
+    if not sizes:
+        return
     want = by_hand(hidden, head, mask, temperature, kept_ids)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     pull = torch.linspace(-1, 2, len(got[0]))  # an uneven gradient, through log-probs and entropies
@@ -63,6 +72,9 @@ def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chun
     torch.testing.assert_close(got_grads, want_grads, atol=1e-5, rtol=0)
     reached = got_grads[0].abs().sum(-1).view(2, 5) > 0
     assert not (reached[:, :4] & ~mask).any() and not reached[:, 4].any()
+    rest = to_logits, temperature, chunk, kept_ids
+    _, entropy, _ = token_logprobs(hidden, *places(mask), *rest, entropy_grad=False)
+    assert not entropy.requires_grad  # and so it needs no backward pass
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}])
@@ -79,21 +91,6 @@ def test_the_trainer_has_the_samplers_distribution_of_16_bit_logits(options):
     assert len({*drawn.tolist()}) > 1 and torch.equal(trained, sampled)
     rounded = (logits / 0.7).float().log_softmax(-1)[nodes, drawn]
     assert options or (rounded - sampled).abs().max() > 0.01
-
-
-def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
-    (hidden, head), sizes = small_head(), []
-
-    def to_logits(h):
-        sizes.append(len(h))
-        return h @ head.T
-
-    nodes, drawn = (x.repeat(2) for x in places(MASK))  # each after the same prefix twice
-    _, entropy, _ = token_logprobs(hidden, nodes, drawn, to_logits, chunk=4, entropy_grad=False)
-    assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
-    assert not entropy.requires_grad  # and so it needs no backward pass
-    logprobs, entropy, _ = token_logprobs(hidden, *places(MASK & False), to_logits)
-    assert len(logprobs) == len(entropy) == 0
 
 
 # Rollouts of 1, 2, 3 and no tokens, at most 8; the last counts, although it has none. The first and
