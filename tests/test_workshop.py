@@ -105,7 +105,10 @@ STEP = inspect.getsource(solutions.training_step).replace(".expand_as(logprobs)"
     ({"gae": ""}, ["right"] * 6 + ["wrong"] + ["right"] * 3),
 ], ids=range(8))  # fmt: skip
 def test_each_exercise_is_judged_alone_and_by_what_it_returns(write, others, states):
-    assert [v.state for v in check_all(load(write(**others)))] == states
+    module = load(write(**others))
+    own = {**vars(module)}
+    assert [v.state for v in check_all(module)] == states
+    assert vars(module) == own  # --algo scratch trains with wrong ones, too
 
 
 ONES = torch.ones(2)

@@ -144,9 +144,8 @@ def check(exercise: Exercise, module: ModuleType) -> Verdict:
         return Verdict(exercise, "not yet")
     i = next(i for i, differs in enumerate(found) if differs)
     fact, actual = exercise.facts[i], answers[i]
-    inputs = [_format(value) for value in fact.inputs]
-    named = zip(inspect.signature(solution).parameters, inputs, strict=False)
-    rows = {"inputs": "\n".join(f"{k} ={' ' if len(v) < 50 else chr(10)}{v}" for k, v in named)}
+    named = zip(inspect.signature(solution).parameters, map(_format, fact.inputs), strict=False)
+    rows = {"inputs": "\n".join(f"{k} =\n{v}" if "\n" in v else f"{k} = {v}" for k, v in named)}
     rows |= {"expected": _format(_answer(fact, solution)), "actual": _format(actual)}
     rows["differs"] = "" if isinstance(actual, Exception) else found[i]
     rows["cause"] = "; or: ".join(causes)
