@@ -35,12 +35,11 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
 
     @contextmanager
     def open_run(cfg):
-        sampler = SimpleNamespace(sync=lambda: None)
         cfg, info = prepare(cfg)
-        algorithm = load_algorithm(cfg)
+        unused = dict.fromkeys(("collector", "folder", "run_log", "display", "interrupt"))
         yield OneUpdate(
-            cfg, info, algorithm, policy, optimizer, collector=None, sampler=sampler,
-            folder=None, run_log=None, display=None, interrupt=None,
+            cfg, info, load_algorithm(cfg), policy, optimizer, **unused,
+            sampler=SimpleNamespace(sync=lambda: None),
             progress=checkpoint.START | {"update": update - 1},
         )  # fmt: skip
 
@@ -77,5 +76,5 @@ def gradients_of_update(cfg, policy, rollouts, later=None, reference=None):
 
 def moved(weights, distance, generator):
     """A state dict, each weight that much of a normal draw away from where it was."""
-    noise = {n: torch.randn(w.shape, generator=generator) for n, w in weights.items()}
-    return {n: w + distance * noise[n] for n, w in weights.items()}
+    noise = (torch.randn(w.shape, generator=generator) for w in weights.values())
+    return {name: w + distance * next(noise) for name, w in weights.items()}
