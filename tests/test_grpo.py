@@ -74,7 +74,10 @@ PG, DPPO, ANY = reinforce.Options(), dppo.Options(limit=0.2), dppo.Options(limit
         (grpo, GRPO, 0.2, 0.1, 0.2, 2.0, -1.0, -1.0, ""),  # ρ = 0.5, good: pushed up
         (grpo, GRPO, 0.2, 0.1, 0.2, -2.0, 1.6, 0.0, "low"),  # bad: clipped at 0.8
         (grpo, GRPO, 0.2, 0.25, 0.2, 2.0, -2.5, -2.5, ""),  # within
-        # -sg[ρ] A log π, whatever ρ
+        (gspo, gspo.Options(), 0.2, 0.2, 0.2, 2.0, -2.0, -2.0, ""),
+        # -sg[ρ] A log π, with CISPO up to 5, whatever the sign of A
+        (cispo, cispo.Options(), 0.2, 0.3, 0.2, 2.0, -3 * math.log(0.3), -3.0, ""),
+        (cispo, cispo.Options(), 0.1, 0.6, 0.1, -2.0, 10 * math.log(0.6), 10.0, "high"),
         (reinforce, PG, 0.1, 0.01, 0.1, -2.0, 0.2 * math.log(0.01), 0.2, ""),
         (reinforce, PG, 0.1, 0.9, 0.1, 2.0, -18 * math.log(0.9), -18.0, ""),
         # -ρ A, or 0 where the probability is too far from the sampler's
@@ -96,12 +99,13 @@ def test_loss_and_gradient_of_a_token(
     logprobs = (one * now).log().requires_grad_()
     tokens = Tokens(in_loss=one > 0, old_logprobs=(one * old).log(), logprobs=logprobs,
                     sampler_logprobs=(one * sampled).log(), advantages=one * advantage,
-                    importance_weights=one, token_weights=one)  # fmt: skip
+                    sequence=torch.zeros(1).long(), importance_weights=one * 5,
+                    token_weights=one / 10)  # fmt: skip
     loss, metrics = algorithm.compute_loss(tokens, options)
     loss.backward()
     got = loss.item(), logprobs.grad.item(), *metrics.values()  # low, high and KL(π_old ‖ π)
     kl = now / old - 1 - math.log(now / old)
-    want = want_loss, want_gradient, int(clipped == "low"), int(clipped == "high"), kl
+    want = want_loss / 2, want_gradient / 2, int(clipped == "low"), int(clipped == "high"), kl
     assert got == pytest.approx(want, abs=1e-5)
     tokens.in_loss = one > 1  # tokens out of the loss are not counted
     assert not any(algorithm.compute_loss(tokens, options)[1].values())

@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from algorithms import grpo, ppo, reinforce
 from algorithms.off_policy import importance_weights, sampler_ratio
 from algorithms.tokens import Tokens
-from algorithms.variants import cispo, dppo, gspo
 from runs.off_policy import atlas
 
 INF = float("inf")
@@ -42,21 +40,6 @@ def test_sampler_ratio_is_trainer_over_sampler(level, want):
 def test_importance_weights_by_hand(cap, mode, want):
     ratio = torch.tensor([0.0, 0.4, 0.5, 1.0, 2.0, 2.5, INF])
     assert importance_weights(ratio, cap, mode).tolist() == pytest.approx(want, abs=1e-7)
-
-
-@pytest.mark.parametrize("algorithm", [reinforce, grpo, ppo, gspo, cispo, dppo])
-def test_importance_weights_multiply_the_gradient_of_each_token(algorithm):
-    """A token of weight 3 and one of weight 0.5, each with its token weight, in the first step."""
-    one, weights = torch.ones(2), torch.tensor([3.0, 0.5])
-    tokens = Tokens(
-        sequence=torch.zeros(2).long(), in_loss=one > 0, advantages=torch.tensor([1.0, -2.0]),
-        token_weights=torch.tensor([0.25, 0.75]), importance_weights=weights, old_logprobs=-one,
-        sampler_logprobs=-one, logprobs=(-one).requires_grad_(), values=one * 0,
-        old_values=one * 0, value_targets=one * 0,
-    )  # fmt: skip
-    loss, _ = algorithm.compute_loss(tokens, algorithm.Options().with_preset())
-    [gradient] = torch.autograd.grad(loss, tokens.logprobs)
-    assert gradient.tolist() == pytest.approx([-0.25 * 3 * 1, -0.75 * 0.5 * -2])
 
 
 LOG3 = math.log(3)
