@@ -38,50 +38,6 @@ class OneTurn(Env):
         return self.result()
 
 
-async def in_a_coroutine():
-    return None
-
-
-def play(policy, *tasks, max_turns=3):
-    collector = RolloutCollector(policy, max_turns, env_timeout=1.0)
-    return collector.collect([*tasks], Scripted(policy), PARAMS)
-
-
-FAULTS = [
-    (lambda: 1 / 0, r"ZeroDivisionError: division by zero \(test_env_failures.py, line \d+\)"),
-    (lambda: sys.exit(0), "SystemExit: 0"),
-    (lambda: Step(None, float("nan"), True), "nan"),
-    (lambda: Step(None, -1e20, True), "1e.15"),
-    (lambda: Step(message("no! " * 250_000), 0.0, False), "500000"),
-    (lambda: Step(message("read! " * 1_000), 0.0, False), "one message has 6"),
-    (lambda: Step(None, 1.0, False), "no message"),
-    (lambda: Step(None, 1.0, True, {"x": object()}), "JSON"),
-    (lambda: Step(None, 1.0, True, {"x": float("inf")}), "info of player"),
-    (lambda: Step(None, 1.0, "True"), "TypeError: done of player is 'True', not True or False"),
-    (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
-    (lambda: Step(None, 1.0, True, {"correct": "False"}), r'info\["correct"\]'),
-    (lambda: Step("Go on.", 1.0, False), r'message to player is str, not user\("\.\."\)'),
-    (lambda: Step(None, "1.0", True), "the reward of player is '1.0', not a number"),
-    (lambda: ("done", 1.0, True), "returned tuple of str, float, bool for player, not a Step"),
-    (lambda: in_a_coroutine(), r"returned a coroutine \(an environment is not async: .asyncio.run"),
-]  # fmt: skip
-
-
-def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
-    names = [f"fault{number}" for number in range(len(FAULTS))]
-    for name, (fault, _) in zip(names, FAULTS, strict=True):
-        kind = type("Kind", (OneTurn,), {"result": staticmethod(fault)})
-        monkeypatch.setitem(registry.ENVIRONMENTS, name, kind)
-    collector = RolloutCollector(policy, 3, env_timeout=1.0)
-    tasks = [Task(name, 0, i) for i, name in enumerate(["letter_counting", *names, "reverse"])]
-    first, *faulty, last = collector.collect(tasks, Scripted(policy), PARAMS)
-    assert not first.error and not last.error
-    for (_, said), rollout in zip(FAULTS, faulty, strict=True):
-        assert re.search(said, rollout.error) and len(rollout.error) < 600
-        assert not rollout.env_failure and rollout.episode_return == 0.0
-    assert not any(collector.pool.idle[name] for name in names)  # a failed one is not used again
-
-
 class Game(MultiAgentEnv):
     """Ann and Bob act twice."""
 
@@ -100,8 +56,37 @@ def only_ann(self, responses):
     return {"ann": Game.step(self, responses)["ann"]}
 
 
-@pytest.mark.filterwarnings("error")  # a coroutine that is never awaited
-@pytest.mark.parametrize(("kind", "method", "returned", "words"), [
+async def in_a_coroutine(*_):
+    return None
+
+
+def play(policy, *tasks, max_turns=3):
+    collector = RolloutCollector(policy, max_turns, env_timeout=1.0)
+    rollouts = collector.collect([*tasks], Scripted(policy), PARAMS)
+    kept = {spec.name for spec, envs in collector.pool.idle.items() if envs}
+    assert kept == {r.env for r in rollouts if not r.error}  # a failed one is not used again
+    return rollouts
+
+
+FAULTS = [  # what the environment for one agent does in `step`, a part of the error
+    (lambda: 1 / 0, r"ZeroDivisionError: division by zero \(test_env_failures.py, line \d+\)"),
+    (lambda: sys.exit(0), "SystemExit: 0"),
+    (lambda: Step(None, float("nan"), True), "nan"),
+    (lambda: Step(None, -1e20, True), "1e.15"),
+    (lambda: Step(message("no! " * 250_000), 0.0, False), "500000"),
+    (lambda: Step(message("read! " * 1_000), 0.0, False), "one message has 6"),
+    (lambda: Step(None, 1.0, False), "no message"),
+    (lambda: Step(None, 1.0, True, {"x": object()}), "JSON"),
+    (lambda: Step(None, 1.0, True, {"x": float("inf")}), "info of player"),
+    (lambda: Step(None, 1.0, "True"), "TypeError: done of player is 'True', not True or False"),
+    (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
+    (lambda: Step(None, 1.0, True, {"correct": "False"}), r'info\["correct"\]'),
+    (lambda: Step("Go on.", 1.0, False), r'message to player is str, not user\("\.\."\)'),
+    (lambda: Step(None, "1.0", True), "the reward of player is '1.0', not a number"),
+    (lambda: ("done", 1.0, True), "returned tuple of str, float, bool for player, not a Step"),
+    (in_a_coroutine, r"returned a coroutine \(an environment is not async: .asyncio.run"),
+]  # fmt: skip
+WRONG = [  # class, method, what it returns, a part of the error
     (OneTurn, "reset", [], "ValueError: reset.. returned no message"),
     (OneTurn, "reset", [message("read! " * 1_000)], "UsageError: one message has 6"),
     (OneTurn, "reset", "Say 1.", "TypeError: reset.. returned str for player, not a list of mess"),
@@ -112,18 +97,25 @@ def only_ann(self, responses):
     (Game, "step", only_ann, "ValueError: step.. never returned a Step for bob"),
     (Game, "step", lambda *_: dict.fromkeys(("ann", "bob"), Step(None, 1.0, False)),
      "ValueError: step.. asks no agent to act, and done is False for all of them"),
-])  # fmt: skip
-def test_what_a_method_returned_is_named_if_it_is_wrong(
-    policy, monkeypatch, kind, method, returned, words
-):
-    def call(*args):
-        if returned is in_a_coroutine:
-            return returned()
-        return returned(*args) if callable(returned) else returned
+]  # fmt: skip
 
-    monkeypatch.setitem(registry.ENVIRONMENTS, "wrong", type("Kind", (kind,), {method: call}))
-    for rollout in play(policy, Task("wrong", 1, 0)):
-        assert re.search(words, rollout.error)
+
+@pytest.mark.filterwarnings("error")  # a coroutine that is never awaited
+def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
+    rows = [(OneTurn, "result", staticmethod(fault), words) for fault, words in FAULTS] + WRONG
+    names = [f"fault{number}" for number in range(len(rows))]
+    for name, (kind, method, value, _) in zip(names, rows, strict=True):
+        is_code = callable(value)
+        does = value if is_code else lambda *_, value=value: value
+        monkeypatch.setitem(registry.ENVIRONMENTS, name, type("Kind", (kind,), {method: does}))
+    tasks = [Task(name, 1, i) for i, name in enumerate(["letter_counting", *names, "reverse"])]
+    first, *faulty, last = play(policy, *tasks)
+    assert not first.error and not last.error
+    assert {r.env for r in faulty} == {*names}
+    for rollout in faulty:
+        words = rows[names.index(rollout.env)][3]
+        assert re.search(words, rollout.error) and len(rollout.error) < 600
+        assert not rollout.env_failure
 
 
 def test_a_seat_without_a_step_is_no_error_where_the_episode_is_cut(policy, monkeypatch):

@@ -138,48 +138,38 @@ def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
     assert not any(r.episode_truncated for r in rollouts)
 
 
-class Moves(Scripted):
-    """Plays a drawn game of tic-tac-toe: one move per batch."""
-
-    def step(self):
-        self.text = f"<move>{'132548697'[len(self.batches)]}</move>"
-        return super().step()
-
-
-@pytest.mark.parametrize(("max_turns", "turns", "cut"), [(5, [5, 4], False), (4, [4, 4], True)])
-def test_max_turns_counts_the_turns_of_one_player(policy, max_turns, turns, cut):
-    """A drawn game has nine moves: five of X and four of O."""
-    rollouts = play(policy, [Task("tic_tac_toe:opponent=self", 0, 0)], Moves(policy), max_turns)
-    assert [len(r.turns) for r in rollouts] == turns
-    assert [r.episode_truncated for r in rollouts] == [cut, cut]
-    assert not any(r.error for r in rollouts)
-
-
-def test_a_full_context_truncates_the_episode(policy):
+def test_max_turns_counts_the_turns_of_one_agent_and_a_full_context_truncates(policy):
+    for env, max_turns, cut in (
+        ("pair", 1, False),
+        ("countdown", 2, True),
+        ("countdown", 3, False),
+    ):
+        rollouts = play(policy, [Task(env, 3, 0)], max_turns=max_turns)
+        assert {len(r.turns) for r in rollouts} == {max_turns}
+        assert {r.episode_truncated for r in rollouts} == {cut} and not any(
+            r.error for r in rollouts
+        )
     policy.max_length = 60
     (rollout,) = play(policy, [Task("countdown", 50, 0)], max_turns=99)
     assert rollout.episode_truncated and 1 < len(rollout.turns) < 10
     assert all(len(turn.prompt_ids) < 60 for turn in rollout.turns)
 
 
-def test_each_agent_has_its_own_rollout_and_rewards(policy):
+def test_each_agent_has_its_own_rollout_rewards_and_group(policy):
     sampler = Scripted(policy)
-    ann, bob, single = play(policy, [Task("pair", 0, 0), Task("countdown", 1, 1)], sampler)
-    assert (ann.agent, ann.episode_return, len(ann.turns)) == ("ann", 1.5, 1)
-    assert ann.info == {"asked": 1}  # her last step has none
-    assert (bob.agent, bob.episode_return, len(bob.turns)) == ("bob", -1.0, 1)
-    assert bob.messages[0]["content"] == "ann said ab"
-    assert (single.agent, single.episode_return) == ("player", 1.0)
-    seeds = [derive_seed(PARAMS.seed, turn) for turn in range(2)]
-    assert sampler.draws == [[(seeds[0], 0), (seeds[0], 1000)], [(seeds[1], 1)]]
-
-
-def test_a_group_is_one_agent_of_one_task(policy):
     tasks = [Task("pair", 5, 0), Task("pair", 5, 0), Task("countdown", 1, 1), Task("pair", 6, 2)]
-    assert [(r.group_id, r.seed, r.agent) for r in play(policy, tasks)] == [
-        (0, 5, "ann"), (1, 5, "bob"), (0, 5, "ann"), (1, 5, "bob"), (2, 1, "player"),
-        (3, 6, "ann"), (4, 6, "bob"),
+    rollouts = play(policy, tasks, sampler)
+    assert [(r.group_id, r.seed, r.agent, r.episode_return) for r in rollouts] == [
+        (0, 5, "ann", 1.5), (1, 5, "bob", -1.0), (0, 5, "ann", 1.5), (1, 5, "bob", -1.0),
+        (2, 1, "player", 1.0), (3, 6, "ann", 1.5), (4, 6, "bob", -1.0),
     ]  # fmt: skip
+    ann, bob, *_ = rollouts
+    assert ann.info == {"asked": 1} and len(ann.turns) == len(bob.turns) == 1  # her last has none
+    assert bob.messages[0]["content"] == "ann said ab"
+    streams = [(0, 1000, 2000, 3000), (1, 1001, 3001)]
+    assert sampler.draws == [
+        [(derive_seed(PARAMS.seed, turn), stream) for stream in streams[turn]] for turn in range(2)
+    ]
 
 
 def test_a_broken_program_earns_the_lowest_return_of_its_environment_that_counts():
@@ -192,25 +182,20 @@ def test_a_broken_program_earns_the_lowest_return_of_its_environment_that_counts
     assert broken.episode_return == 0.5
 
 
-def test_a_demonstration_is_the_text_of_the_environment_with_the_end_of_turn(policy):
-    tasks = [Task("letter_counting", 7, 0), Task("letter_counting", 7, 1, hasty=True)]
-    worked, hasty = RolloutCollector(policy, max_turns=4).demonstrate(tasks)
-    assert worked.info == {"correct": True, "worked": True}
-    assert hasty.info["worked"] is False
-    for rollout in (worked, hasty):
-        ids = rollout.turns[0].completion_ids
-        assert ids[-1] == policy.end_of_turn_id
-        assert policy.tokenizer.decode(ids[:-1]) == rollout.messages[-1]["content"]
-
-
-def test_one_agent_demonstrates_and_the_others_guess(policy, monkeypatch):
+def test_a_demonstration_has_the_end_of_turn_and_one_agent_gives_it(policy, monkeypatch):
+    """The others guess."""
     monkeypatch.setitem(registry.ENVIRONMENTS, "nim", Nim)
-    collector = RolloutCollector(policy, 9)
-    tasks = [Task("nim", seed, seed, hasty=seed > 3) for seed in range(6)]
-    rollouts = collector.demonstrate(tasks)
+    tasks = [Task("letter_counting", 7, 0), Task("letter_counting", 7, 1, hasty=True)]
+    games = [Task("nim", seed, 2 + seed, hasty=seed > 3) for seed in range(6)]
+    worked, hasty, *rollouts = RolloutCollector(policy, 9).demonstrate(tasks + games)
+    assert worked.info == {"correct": True, "worked": True} and hasty.info["worked"] is False
+    for rollout in (worked, hasty):
+        *ids, end = rollout.turns[0].completion_ids
+        assert end == policy.end_of_turn_id
+        assert policy.tokenizer.decode(ids) == rollout.messages[-1]["content"]
     assert [(r.agent, r.seed) for r in rollouts] == [
         ("first" if seed % 2 == 0 else "second", seed) for seed in range(6)
     ]
     for rollout in rollouts:
-        worked = [" = " in m["content"] for m in rollout.messages if m["role"] == "assistant"]
-        assert worked == [rollout.seed <= 3] * len(worked) and not rollout.error and worked
+        shown = [" = " in m["content"] for m in rollout.messages if m["role"] == "assistant"]
+        assert shown == [rollout.seed <= 3] * len(shown) and not rollout.error and shown

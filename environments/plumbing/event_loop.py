@@ -37,11 +37,11 @@ def wait_for(awaitable: Awaitable[Any]) -> Any:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_run_forever, args=(loop,), daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine: it ends no other one
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
     return loop
-
-
-def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine: it ends no other one
-            loop.run_forever()
