@@ -152,14 +152,9 @@ class Endpoint:
         # its connections inherit it; else the body of each answer waits for 40 ms
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.host, self.url = host, f"http://{host}:{listener.getsockname()[1]}/v1"
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            response = await self.respond(Request(scope, receive))
-            await response(scope, receive, send)
-
         # Mistakes of ours alone are shown: the terminal belongs to the run
         self.server = uvicorn.Server(uvicorn.Config(
-            app, loop="asyncio", ws="none", lifespan="off", interface="asgi3", log_config=None,
+            self, loop="asyncio", ws="none", lifespan="off", interface="asgi3", log_config=None,
             log_level="error", timeout_keep_alive=600,
         ))  # fmt: skip
         threading.Thread(target=self.server.run, args=([listener],), daemon=True).start()
@@ -170,22 +165,24 @@ class Endpoint:
         self.sessions[session.key] = session
         return session
 
-    async def respond(self, request: Request) -> Response:
-        """Answers a request."""
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers a request, as an ASGI application."""
+        request = Request(scope, receive)
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         session = self.sessions.get(key)
         try:
             if session is None:
                 text = "this API key is that of no running episode"
                 raise Refused(text, "invalid_api_key", 401)
-            return await response_to(session, request)
+            response = await response_to(session, request)
         except Refused as error:
             if session is not None:
                 session.refusals.append(str(error))
                 if len(session.refusals) > MAX_REFUSED:
                     session.inbox.put(None)
             body = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-            return json_response({"error": body}, error.status)
+            response = json_response({"error": body}, error.status)
+        await response(scope, receive, send)
 
 
 @cache
