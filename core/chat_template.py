@@ -58,7 +58,6 @@ RESULT: Message = {"role": "tool", "content": "found"}
 # some templates want an id in a call and in its result
 CALL_ID: dict[str, Any] = {"name": "tool", "tool_call_id": "call00001"}
 TOOL_CALL: dict[str, Any] = {"type": "function", "id": CALL_ID["tool_call_id"]}
-SHOWN = ("name", "description", "parameters")  # of a schema
 INSTRUCTIONS = (
     'You can call functions: <tool_call>{{"name": .., "arguments": {{..}}}}</tool_call>\n'
     "<tools>\n{}\n</tools>"
@@ -228,10 +227,9 @@ def with_system(
 @lru_cache(maxsize=8)
 def accepts_system(tokenizer: Tokenizer) -> bool:
     """Whether the template renders a system message."""
-    try:
+    with suppress(UsageError):
         return MARKER in render(tokenizer, [{"role": "system", "content": MARKER}, QUESTION])
-    except UsageError:
-        return False
+    return False
 
 
 def render(
@@ -312,7 +310,8 @@ def without_tools(
     The results of one answer are one message, with what the user says after them.
     """
     if tools:
-        functions = [{k: tool["function"][k] for k in SHOWN} for tool in tools]
+        shown = ("name", "description", "parameters")
+        functions = [{name: tool["function"][name] for name in shown} for tool in tools]
         lines = [json.dumps(function, ensure_ascii=False) for function in functions]
         chat = with_system(tokenizer, chat, INSTRUCTIONS.format("\n".join(lines)), last=True)
     plain: list[Message] = []

@@ -37,7 +37,6 @@ MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1
 NEVER = -30.0  # log-prob of a token that is not sampled, ever
 ADAPTER_CONFIG = "adapter_config.json"
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
-LFS = b"version https://git-lfs"  # the beginning of a file that Git LFS has not fetched
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
 # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a step of a
@@ -125,7 +124,7 @@ def _check_folder(model_id: str, subject: str) -> None:
     files = [*folder.iterdir()] if folder.is_dir() else []
     kinds = {file.suffix for file in [folder, *files]}
     small = [file for file in files if file.is_file() and file.stat().st_size < 1000]
-    pointers = [file.name for file in small if file.read_bytes().startswith(LFS)]
+    pointers = [f.name for f in small if f.read_bytes().startswith(b"version https://git-lfs")]
     if pointers:
         reason = f"{min(pointers)} is a pointer of Git LFS: run git lfs pull there"
     elif has_adapters(model_id) or (folder / "config.json").exists():

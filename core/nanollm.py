@@ -28,19 +28,21 @@ import random
 import re
 import sys
 import tempfile
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from core import canary, patches, weight_sharing
 from core.config import is_installed
 from core.faults import UsageError
 from core.policy import Policy
-from core.process_state import preserve_process_state, preserve_random_state
 from core.sampler import (
     Request,
     Sampler,
@@ -117,7 +119,7 @@ class NanoLLM(Sampler):
         try:
             if obstacle := why_not_shareable(policy, with_kept_ids):
                 raise UsageError(f"{obstacle}, or use --sampler torch")
-            with preserve_process_state(**ENVIRONMENT):
+            with preserve_process_state():
                 self._start(gpu_memory_utilization, reserved_bytes, num_rollouts)
             self._compare()
         except Exception as error:
@@ -145,7 +147,7 @@ class NanoLLM(Sampler):
 
     def step(self) -> list[tuple[Request, Completion]]:
         ended = []
-        for output in self._step() if self.running else []:
+        for output in self.engine.step() if self.running else []:
             [found] = output.outputs
             kept = found.sampling_mask.token_ids if self.with_kept_ids else None
             ids, logprobs = list(found.token_ids), list(found.logprobs.logprobs)
@@ -158,13 +160,6 @@ class NanoLLM(Sampler):
     def clear(self) -> None:
         self.engine.abort_request(list(self.running))
         self.running.clear()
-
-    def _step(self) -> list[Any]:
-        """A step of the engine. Returns vllm.RequestOutput for each request that has ended."""
-        if self.policy.device.type != "cpu":
-            return self.engine.step()
-        with preserve_random_state():  # from which vLLM for CPUs draws, and does not need it
-            return self.engine.step()
 
     def _vllm_params(self, params: SamplingParams, max_tokens: int) -> Any:
         """Returns vllm.SamplingParams."""
@@ -216,7 +211,7 @@ class NanoLLM(Sampler):
         engine_core = self.engine.engine_core.engine_core
         # vLLM schedules ahead, and removes finished requests with the step after them
         while engine_core.batch_queue or engine_core.scheduler.has_requests():
-            self._step()
+            self.engine.step()
         if self.policy.device.type == "cuda":  # vLLM's CPU build has no sleep()
             self.engine.sleep(level=0)
             self.engine.release_kv_cache_memory()
@@ -294,7 +289,7 @@ def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
     if policy.device.index:
         return ("vLLM uses the first visible GPU: set the environment variable "
                 f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
-    with preserve_process_state(**ENVIRONMENT):
+    with preserve_process_state():
         from vllm.platforms import current_platform
 
         vllm_device = current_platform.device_type or "another platform"
@@ -303,6 +298,28 @@ def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
     if with_kept_ids and vllm_device != "cuda":  # its model runner for CPUs (V1) has no such thing
         return "vLLM returns what --top-k and --top-p keep on a GPU only: leave them out"
     return ""
+
+
+@contextmanager
+def preserve_process_state() -> Iterator[None]:
+    """Restores what vLLM changes in this process on exit: random generators, the number of threads
+    and environment variables. Inside, ENVIRONMENT is set and Python warnings are hidden."""
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    variables, python_state, numpy_state = {**os.environ}, random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    os.environ.update(ENVIRONMENT)
+    try:
+        # vLLM needs a stdout with a file descriptor; in a notebook, sys.stdout has none
+        hidden = warnings.catch_warnings(action="ignore")
+        with torch.random.fork_rng(gpus), redirect_stdout(sys.__stdout__), hidden:
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads  # vLLM replaces the function
+        torch.set_num_threads(num_threads)
+        os.environ.clear()
+        os.environ.update(variables)
 
 
 def free_cached_memory() -> None:

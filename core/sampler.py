@@ -54,11 +54,6 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()  # texts that end a completion, which contains them
 
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether some tokens may not be drawn; the trainer has to know which."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
-
 
 def params_of(cfg: Config, seed: int) -> SamplingParams:
     """How a run samples in training, with a seed for these draws."""
@@ -210,7 +205,7 @@ class TorchSampler(Sampler):
         uniform = torch.tensor(numbers, dtype=torch.float64)
         drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
         kept: Iterable[list[int] | None] = repeat(None, len(drawn))
-        if params.drops_tokens:
+        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()
             kept = (row.nonzero().squeeze(1).tolist() for row in likely)
         return zip(drawn.tolist(), logprobs.tolist(), kept, strict=True)

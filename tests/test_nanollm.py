@@ -85,11 +85,9 @@ def test_requests_that_come_while_others_are_sampled_have_the_same_tokens(engine
 
 
 @only_qwen3
-def test_draws_have_the_probabilities_of_the_policy_and_touch_no_generator(engine):
+def test_draws_have_the_probabilities_of_the_policy(engine):
     prompt, params = [65, 66, 67], SamplingParams(max_tokens=1, temperature=0.5, seed=3)
-    before = state()
     drawn = Counter(c.token_ids[0] for c in sample(engine, [prompt] * 2000, params))
-    assert state() == before
     check_first_tokens(engine.policy, prompt, params.temperature, drawn)
 
 

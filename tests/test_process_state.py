@@ -1,4 +1,4 @@
-"""process_state restores everything that a library changes in this process."""
+"""core/nanollm.py restores everything that vLLM changes in this process."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.process_state import preserve_process_state
+from core.nanollm import preserve_process_state
 
 
 def state():
@@ -28,8 +28,8 @@ def state():
 
 def test_preserve_process_state_restores_all_on_an_error():
     before = state()
-    with pytest.raises(OSError), preserve_process_state(ONLY_INSIDE="yes"):
-        assert os.environ["ONLY_INSIDE"] == "yes"
+    with pytest.raises(OSError), preserve_process_state():
+        assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
