@@ -268,7 +268,7 @@ class NanoLLM(Sampler):
         words = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         long_prompt = random.Random(0).choices(words, k=length)
         subject, advice = f"{type(policy.causal_lm).__name__} in vLLM", "use --sampler torch"
-        with canary.noise(policy):
+        with torch.random.fork_rng([]), canary.noise(policy):  # vLLM for CPUs moves the generator
             self.sync()
             prompts = [long_prompt[:8], long_prompt]
             canary.check_gap(policy, self, prompts, params, subject, advice)
