@@ -293,6 +293,13 @@ ROWS = (
         when=lambda r, cfg: is_no_rounding(r["value/spread"], 0.1, cfg),
     ),
     Fact(
+        "value_targets",
+        Limit("value/target_ends", 0, 1e-3, 1),
+        "the value target of a rollout's last token is {x:.2g} away from its reward",
+        "where GAE ends: with each rollout, as nothing of the next one is its future",
+        when=lambda r, cfg: not cfg.algo.endswith(".py"),
+    ),
+    Fact(
         "weights_unchanged",
         Limit("update/unchanged", 0, 0),
         "steps leave {x:.0%} of the trained tensors as before, such as {r[example/unchanged]}",
@@ -318,6 +325,12 @@ ROWS = (
         Limit("update/lr_ratio", 1 - 1e-6, 1 + 1e-6, 1),
         "the optimizer has {x:.4g} times the learning rate that the settings ask for",
         "a scheduler that counts something else than updates, a rate that is scaled twice",
+    ),
+    Fact(
+        "steps_lost",
+        Limit("update/steps_lost", 0, 0, 1),
+        "AdamW has counted {x:.0f} steps fewer than the run has made",
+        "whether a resumed run gets AdamW's moments and its count, and what makes it anew",
     ),
     Fact(
         "passes_lost",

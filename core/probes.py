@@ -73,9 +73,12 @@ class WeightProbe:
         self.passes.zero_()
         self.of_step = None
 
-    def metrics(self, cfg: Config, grad_norm: float | None, lr: float) -> dict[str, Any]:
+    def metrics(
+        self, cfg: Config, grad_norm: float | None, lr: float, steps: int
+    ) -> dict[str, Any]:
         """What the update did. `grad_norm`: the norm of the last step's gradient before it was
-        clipped, None without a step; `lr`: the learning rate that the settings ask for."""
+        clipped, None without a step; `lr`: the learning rate that the settings ask for; `steps`:
+        those of the run so far."""
         assert self.optimizer is not None
         both = zip(self.weights, self.before, elements(self.holders.values()), strict=True)
         sizes = {name: (b - a).double().square().mean().sqrt().item() for name, a, b in both}
@@ -88,6 +91,9 @@ class WeightProbe:
             found["update/step_size"] = statistics.median(moved) / cfg.lr
         if lr:
             found["update/lr_ratio"] = self.optimizer.adamw.param_groups[0]["lr"] / lr
+        firsts = [group["params"][0] for group in self.optimizer.adamw.param_groups]
+        counted = max(float(self.optimizer.adamw.state[p]["step"]) for p in firsts)
+        found["update/steps_lost"] = steps - counted
         low = [name for name, weight in self.weights.items() if weight.dtype.itemsize == 2]
         if low:
             weights, masters = (elements(x[n] for n in low) for x in (self.weights, self.holders))
@@ -149,6 +155,9 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
     if "old_values" in batch and alike:
         values = batch.old_values[torch.cat([last.new_zeros(1), last[:-1] + 1])]  # first tokens
         found["value/spread"] = max((values[r].max() - values[r].min()).item() for r in alike)
+    if "value_targets" in batch:  # at the end of a rollout nothing but its own reward follows
+        off = (batch.value_targets[last] - batch.rewards[last]).abs()
+        found["value/target_ends"] = (off / (1 + batch.rewards[last].abs())).max().item()
     return found
 
 

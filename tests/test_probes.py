@@ -11,9 +11,12 @@ import torch
 from conftest import metrics_of
 
 import train
+from algorithms import ppo
+from algorithms.tokens import Tokens
 from core import context, optimizer, probes
 from core.batching import to_tokens
 from core.config import Config, resolve
+from core.files.run_log import read_records
 from core.loading import load_policy
 from core.loop import run
 from core.optimizer import make_optimizer
@@ -43,7 +46,8 @@ def test_the_first_step_of_adamw_is_the_learning_rate_and_holds_all_passes(dtype
     probe.begin(optimizer)
     passes(policy, optimizer, [1.0, 2.0])
     norm, stepped = optimizer.clip_and_step(1.0)
-    found = probe.metrics(cfg, norm, lr / 2)
+    found = probe.metrics(cfg, norm, lr / 2, steps=1)
+    assert found["update/steps_lost"] == 0
     assert stepped and found["update/unchanged"] == 0 and found["update/lr_ratio"] == 2
     assert found["update/step_size"] == pytest.approx(1.0, rel=near)
     assert found["grad/passes"] == pytest.approx(1.0, rel=0.01)
@@ -52,14 +56,14 @@ def test_the_first_step_of_adamw_is_the_learning_rate_and_holds_all_passes(dtype
         with torch.no_grad():
             for weight in policy.trainable().values():
                 weight.mul_(2)  # by something else than the optimizer
-        assert probe.metrics(cfg, norm, lr)["update/masters_unequal"] > 0.9
+        assert probe.metrics(cfg, norm, lr, 1)["update/masters_unequal"] > 0.9
         optimizer.load_state_dict(optimizer.state_dict())
     probe.begin(optimizer)
     passes(policy, optimizer, [1.0])
     optimizer.zero_grad()  # as if it were the end of a step: the pass is lost
     passes(policy, optimizer, [3.0])
     norm, _ = optimizer.clip_and_step(1.0)
-    assert probe.metrics(cfg, norm, lr)["grad/passes"] == pytest.approx(0.75, rel=0.01)
+    assert probe.metrics(cfg, norm, lr, 2)["grad/passes"] == pytest.approx(0.75, rel=0.01)
 
 
 def episode(turns, steps, correct=False):
@@ -106,6 +110,22 @@ def test_greedy_answers_are_the_likeliest_tokens_of_the_trainer(policy):
     for answer, others in ((found, 0.0), ([*found[:2], second], 1 / 3)):
         greedy = probes.of_greedy(policy, [episode([(prompt, answer, 0.0)], [])])
         assert greedy["gap/greedy"] == pytest.approx(others)
+
+
+def test_a_gae_across_rollouts_and_an_optimizer_that_forgets_are_named(command, monkeypatch):
+    def gae_of_one(tokens, gae_lambda):
+        return gae(Tokens(**tokens.vectors() | {"rollout": torch.zeros(len(tokens))}), gae_lambda)
+
+    gae = ppo.gae
+    monkeypatch.setattr(ppo, "gae", gae_of_one)
+    monkeypatch.setattr(optimizer.MasterAdamW, "load_state_dict", lambda *_: None)
+    small = """--algo ppo --num-updates 2 --num-prompts 4 --group-size 2 --eval-num-tasks 0
+        --max-tokens 8 --device cpu --run-name a"""
+    assert command(*small.split())[0] == 0
+    assert command("--resume", "runs/a", "--num-updates", 3)[0] == 0
+    warnings = [r.get("warnings", {}) for r in read_records(Path("runs/a/metrics.jsonl"))]
+    assert "value_targets" in warnings[1] and "steps_lost" not in warnings[2]
+    assert "counted 2 steps fewer" in warnings[3]["steps_lost"]
 
 
 def test_small_faults_of_the_loop_break_the_exact_facts(command, monkeypatch):

@@ -29,6 +29,7 @@ from core.policy import Policy, Weights
 from core.report import PAGES, write_pages
 from core.report.doctor import final_lines
 from core.report.token_traces import trace_tokens
+from core.results import known
 from core.sampler import Sampler, SamplingParams
 from core.selection import drop_failed
 from core.settings import config_to_dict
@@ -135,7 +136,9 @@ class Run:
         cfg = self.cfg
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
         lr = cfg.lr * lr_factor(cfg, update, self.progress["sampled_tokens"])
-        metrics |= self.probe.metrics(cfg, stats.grad_norm if stats.num_steps else None, lr)
+        steps = int(sum(known(self.history, "update/steps"))) + stats.num_steps
+        norm = stats.grad_norm if stats.num_steps else None
+        metrics |= self.probe.metrics(cfg, norm, lr, steps)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)
         metrics |= probes.of_episodes(sampled, batch, metrics.get("reward/correct", 0.0))
         metrics |= trace_tokens(self.policy, cfg, batch, stats)
