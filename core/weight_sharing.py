@@ -279,8 +279,9 @@ class _Trace(TorchDispatchMode):
     def record(self, name: str, operation: str, target: Tensor, value: Any = None) -> None:
         weight = self.sources.get(_storage(value))
         if operation == "copy_" and weight is not None:
-            block = value.expand(target.shape)
-            self.copies[name].append(Copy(weight, _view(block), _view(target)))
+            pair = value.expand(target.shape), target
+            views = [View(tuple(x.shape), tuple(x.stride()), int(x.storage_offset())) for x in pair]
+            self.copies[name].append(Copy(weight, *views))
         elif operation == "zero_" or (operation == "fill_" and str(value) in ("0", "0.0")):
             self.zeroed.add(name)
         else:
@@ -323,7 +324,3 @@ def _storage(value: Any) -> int:
     """Identifies the storage of a meta tensor, which all of its views share; 0 for other values."""
     on_meta = isinstance(value, Tensor) and value.device.type == "meta"
     return value.untyped_storage()._cdata if on_meta else 0
-
-
-def _view(tensor: Tensor) -> View:
-    return View(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
