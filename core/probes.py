@@ -270,7 +270,7 @@ def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any
     """How many of the environment's own demonstrations are right, and a wrong one, as text."""
     envs = [
         env
-        for env in training_envs(cfg.env, cfg.train_difficulty)
+        for env in training_envs(cfg)
         if isinstance(made := env.constructor, type)  # whose demonstrations cost nothing
         and issubclass(made, Env)
         and made.demonstrate != Env.demonstrate
@@ -293,7 +293,7 @@ def judged_again(
 ) -> dict[str, Any]:
     """The fraction of some episodes that earn something else when their answers are given again, in
     the reverse order. Not of judges, which wait for a model or a server, nor where others act."""
-    envs = training_envs(cfg.env, cfg.train_difficulty)
+    envs = training_envs(cfg)
     specs = {e.short: e for e in envs if not e.declares("waits") and not e.declares("heavy")}
     alone = [r for r in sampled if not r.error and r.env in specs and r.agent == PLAYER]
     chosen = [r for r in alone if "tools" not in r.for_log]

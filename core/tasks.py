@@ -56,9 +56,9 @@ def begin(cfg: Config) -> RunInfo:
     for name in ("train_difficulty", "curriculum"):
         if getattr(cfg, name) and not any(map(difficulty_key, cfg.env)):
             raise UsageError(f"{flag(name)}: no environment of --env has a difficulty")
-    held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+    held_out_envs(cfg)
     if cfg.sft_steps:
-        check_demonstrations(training_envs(cfg.env, cfg.train_difficulty))
+        check_demonstrations(training_envs(cfg))
     return info
 
 
@@ -110,16 +110,14 @@ def eval_tasks(envs: Sequence[str | EnvSpec], num_tasks: int) -> list[Task]:
     ]
 
 
-def training_envs(envs: Sequence[str | EnvSpec], difficulty: int, level: int = 0) -> list[EnvSpec]:
-    """Those to train on: at `difficulty` (0: unchanged), `level` steps of the curriculum harder."""
-    return [harder(with_difficulty(EnvSpec.read(env), difficulty), level) for env in envs]
+def training_envs(cfg: Config, level: int = 0) -> list[EnvSpec]:
+    """Those to train on: at --train-difficulty, `level` steps of the curriculum harder."""
+    return [harder(with_difficulty(env, cfg.train_difficulty), level) for env in cfg.env]
 
 
-def held_out_envs(
-    eval_envs: Sequence[str | EnvSpec], envs: Sequence[str | EnvSpec], difficulty: int
-) -> list[EnvSpec]:
+def held_out_envs(cfg: Config) -> list[EnvSpec]:
     """Those to evaluate on: --eval-env, or those of --env at the training difficulty."""
-    return training_envs(eval_envs, 0) or training_envs(envs, difficulty)
+    return [with_difficulty(env, 0) for env in cfg.eval_env] or training_envs(cfg)
 
 
 def with_difficulty(spec: EnvSpec, difficulty: int) -> EnvSpec:
@@ -161,7 +159,7 @@ def next_level(cfg: Config, level: int, rollouts: Sequence[Rollout]) -> int:
     correct = [is_correct(rollout) for rollout in rollouts if not rollout.error]
     if not cfg.curriculum or not correct:
         return level
-    envs, accuracy = training_envs(cfg.env, cfg.train_difficulty), statistics.fmean(correct)
+    envs, accuracy = training_envs(cfg), statistics.fmean(correct)
     can_rise = any(harder(env, level + 1) != harder(env, level) for env in envs)
     if accuracy >= cfg.curriculum and can_rise:
         return level + 1

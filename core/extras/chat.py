@@ -212,7 +212,7 @@ def answer(speaker: Speaker, question: str, params: SamplingParams, label: str =
 
 def held_out_task(cfg: Config, number: int) -> Task:
     """Task `number`, from 0, of those that the run is evaluated on; environments take turns."""
-    envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+    envs = tasks.held_out_envs(cfg)
     return Task(envs[number % len(envs)], EVAL_SEEDS[number // len(envs)], group_id=0)
 
 

@@ -50,7 +50,7 @@ def collect(run: Run, update: int, compared: Canary | None = None) -> Collected:
     rollouts all earned the same; up to n more rounds draw others.
     """
     cfg, check = run.cfg, run.interrupt.check_alone
-    envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
+    envs = tasks.training_envs(cfg, run.progress["level"])
     sampled: list[Rollout] = []
     kept: list[Rollout] = []
     found: Canary = compared or ({}, {})

@@ -165,7 +165,7 @@ class Run:
         if cfg.eval_num_tasks == 0:
             return {}
         started = perf_counter()
-        envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+        envs = tasks.held_out_envs(cfg)
         held_out = tasks.eval_tasks(envs, cfg.eval_num_tasks)
         greedy = SamplingParams(cfg.max_tokens, temperature=0.0, stop=cfg.stop)
         with self.display.phase("evaluation", cfg.max_tokens) as advance, self.sampler:
@@ -255,9 +255,14 @@ class Run:
     @contextmanager
     def saved_when_ended(self) -> Iterator[None]:
         """Saves the run where a signal, a server or failing environments end it inside."""
-        resume = self.resume_command()
+        resume = again(self.cfg.env, "--resume", str(self.folder))
+
+        def with_less_memory() -> str:
+            budget = max(1, self.policy.micro_batch_tokens // 2)
+            return f"Resume with: {resume} --max-tokens-per-micro-batch {budget}"
+
         try:
-            with memory.out_of_memory_as_one_line(self.command_with_less_memory):
+            with memory.out_of_memory_as_one_line(with_less_memory):
                 yield
         except Stopped:
             saved = self.cfg.sampler != "openai" and self.save()
@@ -291,15 +296,6 @@ class Run:
         if distributed.rank() == 0:
             for line in write_pages(self.folder, config_to_dict(self.cfg), names):
                 self.say(line)
-
-    def resume_command(self) -> str:
-        """The command that resumes this run."""
-        return again(self.cfg.env, "--resume", str(self.folder))
-
-    def command_with_less_memory(self) -> str:
-        """What to do when memory runs out: resume with half the micro-batch budget."""
-        budget = max(1, self.policy.micro_batch_tokens // 2)
-        return f"Resume with: {self.resume_command()} --max-tokens-per-micro-batch {budget}"
 
 
 def lr_factor(cfg: Config, update: int, sampled_tokens: int) -> float:
