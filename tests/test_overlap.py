@@ -23,7 +23,7 @@ from core.loop.run import Run
 from core.optimizer import MasterAdamW
 
 SMALL = """--num-updates 3 --num-prompts 2 --group-size 2 --eval-num-tasks 0 --save-every 0
-    --max-tokens 6 --max-turns 3 --max-model-len 512 --lora-rank 4 --lr 1e-2
+    --max-tokens 6 --max-turns 2 --max-model-len 512 --lora-rank 4 --lr 1e-2
     --entropy-coef 0.1 --device cpu""".split()
 ON_SERVER = ["--sampler", "server", "--base-url", URL]
 
@@ -51,8 +51,7 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
     code, out, _ = command(*SMALL, *flags)
     assert code == 0 and "sampler_gap" not in out
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
-    for update, weights_before in enumerate(sampling):
-        assert torch.equal(weights_before, training[max(0, update - 2)]), update
+    assert all(torch.equal(sampling[n], training[max(0, n - 2)]) for n in range(4))
     gaps = [record["gap/logprob_mean"] for record in metrics_of("runs/a")[1:]]
     assert gaps[0] < 1e-5 < min(gaps[1:])  # the first update has no older weights
 
@@ -93,7 +92,6 @@ def test_overlap_has_the_metrics_of_staleness_1_and_a_run_that_ends_goes_on_exac
     assert whole[1]["gap/logprob_max"] < 1e-5
     one, other = (Path(f"runs/{name}/rollouts.jsonl").read_text() for name in "ab")
     assert one == other
-
     step, steps = MasterAdamW.clip_and_step, []
 
     def end(optimizer, *rest, **given):
@@ -109,22 +107,21 @@ def test_overlap_has_the_metrics_of_staleness_1_and_a_run_that_ends_goes_on_exac
     assert code == 130 and "--resume runs/c" in out
     code, _, err = command("--resume", "runs/c")
     assert code == 1 and "status 503" in err and "--resume runs/c" in err
-    assert metrics_of("runs/c") == whole[:3]
-    assert not Path("runs/c/adapters").exists()
+    assert metrics_of("runs/c") == whole[:3] and not Path("runs/c/adapters").exists()
     server.instead = lambda path, body: None
     assert command("--resume", "runs/c")[0] == 0
     assert metrics_of("runs/c") == whole and len(steps) == 6  # no update was trained twice
 
 
-def test_reward_functions_that_are_not_async_are_refused(command, qwen3_folder, server):
+def test_several_processes_and_functions_that_are_not_async_are_refused(
+    command, qwen3_folder, server, monkeypatch
+):
     Path("r.py").write_text("def f(completions, **_):\n    return [0.0] * len(completions)")
     Path("a.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}')
     env = ["--env", "rewarded:data=a.jsonl,reward=r.py:f", "--overlap"]
     code, _, err = command(*SMALL, *ON_SERVER, "--model-id", qwen3_folder, *env)
     assert code == 2 and "make them async, or remove it" in err and not Path("runs").exists()
 
-
-def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
     with pytest.raises(UsageError, match="torchrun"):
         open_sampler(Config(overlap=True), None, None, 0, None)

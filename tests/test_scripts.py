@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from environments.plumbing.registry import ENVIRONMENTS
+from environments.plumbing import registry
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [f for f in sorted(ROOT.glob("runs/**/*.py")) if "__main__" in f.read_text()]
@@ -23,13 +23,12 @@ def test_script_starts(file, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(file), "--help"])
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(sys, "path", [str(file.parent), *sys.path])
-    modules, environments = set(sys.modules), dict(ENVIRONMENTS)
+    monkeypatch.setattr(registry, "ENVIRONMENTS", {**registry.ENVIRONMENTS})
+    modules = set(sys.modules)
     try:
         with pytest.raises(SystemExit) if has_help else nullcontext() as end:
             runpy.run_path(str(file), run_name="__main__" if has_help else "imported")
-    finally:  # a script may register an environment, and its neighbours have common names
-        ENVIRONMENTS.clear()
-        ENVIRONMENTS.update(environments)
+    finally:  # its neighbours have common names
         for name in set(sys.modules) - modules:
             if str(ROOT / "runs") in str(getattr(sys.modules[name], "__file__", "")):
                 del sys.modules[name]

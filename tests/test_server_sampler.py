@@ -55,7 +55,8 @@ class VLLM:
         wanted = body["sampling_params"]
         params = SamplingParams(wanted["max_tokens"], wanted["temperature"], seed=wanted["seed"])
         with self.lock:
-            set_peft_model_state_dict(self.policy.model, self.adapters[body["model"]])
+            if adapter := self.adapters.pop(body["model"], None):  # not loaded yet
+                set_peft_model_state_dict(self.policy.model, adapter)
             self.policy.stop_ids = wanted["stop_token_ids"]
             [drawn] = TorchSampler(self.policy).sample([body["token_ids"]], params)
         return completion(body["model"], drawn.token_ids, drawn.logprobs)

@@ -110,7 +110,7 @@ def main(given: tuple[Path | None, bool, Config]) -> int:
         try:
             for speaker in speakers if text else []:
                 if text == "/task":
-                    play(speaker, held_out_task(cfg, num_played - 1), params)
+                    play(speaker, cfg, num_played - 1, params)
                 elif text == "/reset":
                     speaker.reset()
                 else:
@@ -210,14 +210,11 @@ def answer(speaker: Speaker, question: str, params: SamplingParams, label: str =
         _note(f"cut off after --max-tokens {params.max_tokens}")
 
 
-def held_out_task(cfg: Config, number: int) -> Task:
-    """Task `number`, from 0, of those that the run is evaluated on; environments take turns."""
+def play(speaker: Speaker, cfg: Config, number: int, params: SamplingParams) -> None:
+    """Plays held-out task `number`, from 0, apart from the conversation; prints its messages and
+    rewards. Environments take turns."""
     envs = tasks.held_out_envs(cfg)
-    return Task(envs[number % len(envs)], EVAL_SEEDS[number // len(envs)], group_id=0)
-
-
-def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
-    """Plays one episode apart from the conversation; prints its messages and rewards."""
+    task = Task(envs[number % len(envs)], EVAL_SEEDS[number // len(envs)], group_id=0)
     with speaker.policy.adapters():
         rollouts = speaker.collector.collect([task], TorchSampler(speaker.policy), params)
     for rollout in rollouts:
@@ -228,8 +225,8 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         rewards = " ".join(f"{turn.reward:+g}" for turn in rollout.turns)
         facts = [f"reward {rollout.episode_return:g} ({rewards})"]
         facts += [f"{key} {value}" for key, value in rollout.info.items()]
-        facts += ["truncated"] if rollout.episode_truncated else []
-        facts += [f"the environment failed: {rollout.error}"] if rollout.error else []
+        facts += ["truncated"] * rollout.episode_truncated
+        facts += [f"the environment failed: {rollout.error}"] * bool(rollout.error)
         print(printable(" · ".join(facts)))
 
 

@@ -31,6 +31,7 @@ from core.files.run_log import METRICS, iter_records
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 
+Older = Sequence[Weights]  # of the updates before, the oldest first
 KEEP = 2  # checkpoints
 USE_BEFORE = "delete this checkpoint to use the one before it"
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
@@ -41,11 +42,7 @@ START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0
 
 
 def save_checkpoint(
-    run: Path,
-    policy: Policy,
-    optimizer: MasterAdamW,
-    progress: dict[str, Any],
-    older: Sequence[Weights] = (),
+    run: Path, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any], older: Older = ()
 ) -> None:
     """Write a checkpoint of the run folder `run`; delete old ones.
 
@@ -55,8 +52,7 @@ def save_checkpoint(
     """
     if distributed.rank() > 0:
         return
-    name = f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
-    target = run / "checkpoint" / name
+    target = run / f"checkpoint/{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
     # a `target` that exists: the run was stopped right after it was saved
     with published(target) as part:
         part.mkdir(parents=True)

@@ -16,7 +16,7 @@ from core.policy import Policy
 from core.pool import is_program
 from core.sampler import Sampler, TorchSampler
 from environments import Env
-from environments.plumbing.registry import EnvSpec, make
+from environments.plumbing.registry import make
 
 
 def open_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str, Any]) -> Any:
@@ -64,17 +64,13 @@ def num_rollouts(cfg: Config) -> int:
     >>> num_rollouts(config.resolve(Config(env=("iterated_game",))))
     0
     """
-    if not all(map(has_one_agent, (*cfg.env, *cfg.eval_env))):
-        return 0
+    for spec in (*cfg.env, *cfg.eval_env):
+        made: Any = spec.constructor  # a function may return a game of several agents
+        if not isinstance(made, type) or not issubclass(made, Env) or is_program(spec):
+            return 0
     trained = cfg.num_prompts * cfg.group_size if cfg.num_updates else 0
     evaluated = cfg.eval_num_tasks * len(cfg.eval_env or cfg.env)
     return -(-max(trained, evaluated) // distributed.num_ranks())
-
-
-def has_one_agent(spec: EnvSpec) -> bool:
-    """Whether an episode never asks for several completions at the same time; False: unknown."""
-    made: Any = spec.constructor
-    return isinstance(made, type) and issubclass(made, Env) and not is_program(spec)
 
 
 def open_collector(
