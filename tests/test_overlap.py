@@ -22,7 +22,7 @@ from core.loop.players import open_sampler
 from core.loop.run import Run
 from core.optimizer import MasterAdamW
 
-SMALL = """--num-updates 3 --num-prompts 2 --group-size 2 --eval-num-tasks 0 --save-every 0
+SMALL = """--num-updates 4 --num-prompts 2 --group-size 2 --eval-num-tasks 0 --save-every 0
     --max-tokens 6 --max-turns 2 --max-model-len 512 --lora-rank 4 --lr 1e-2
     --entropy-coef 0.1 --device cpu""".split()
 ON_SERVER = ["--sampler", "server", "--base-url", URL]
@@ -47,7 +47,7 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
 
     monkeypatch.setattr(play, "collect", while_sampling)
     monkeypatch.setattr(train, "shape_rewards", while_training)
-    flags = "--staleness 2 --num-updates 4 --run-name a".split()
+    flags = "--staleness 2 --run-name a".split()
     code, out, _ = command(*SMALL, *flags)
     assert code == 0 and "sampler_gap" not in out
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
@@ -86,7 +86,7 @@ def test_overlap_has_the_metrics_of_staleness_1_and_a_run_that_ends_goes_on_exac
         for name, flag in (("a", "--staleness=1"), ("b", "--overlap")):
             code, _, err = command(*flags, flag, "--run-name", name)
             assert code == 0, err
-    assert threads == {1: True, 2: False, 3: False}
+    assert threads == {1: True, 2: False, 3: False, 4: False}
     whole = metrics_of("runs/a")
     assert metrics_of("runs/b") == whole and "gap/canary" in whole[-1]
     assert whole[1]["gap/logprob_max"] < 1e-5
@@ -96,9 +96,9 @@ def test_overlap_has_the_metrics_of_staleness_1_and_a_run_that_ends_goes_on_exac
 
     def end(optimizer, *rest, **given):
         steps.append(rest)
-        if len(steps) == 2:  # while the episodes of update 2 are played
+        if len(steps) == 4:  # while the episodes of update 3 are played
             signal.raise_signal(signal.SIGINT)
-        if len(steps) == 4:  # those of update 3
+        if len(steps) == 6:  # those of update 4
             server.instead = lambda path, body: (503, "down")
         return step(optimizer, *rest, **given)
 
@@ -107,10 +107,10 @@ def test_overlap_has_the_metrics_of_staleness_1_and_a_run_that_ends_goes_on_exac
     assert code == 130 and "--resume runs/c" in out
     code, _, err = command("--resume", "runs/c")
     assert code == 1 and "status 503" in err and "--resume runs/c" in err
-    assert metrics_of("runs/c") == whole[:3] and not Path("runs/c/adapters").exists()
+    assert metrics_of("runs/c") == whole[:4] and not Path("runs/c/adapters").exists()
     server.instead = lambda path, body: None
     assert command("--resume", "runs/c")[0] == 0
-    assert metrics_of("runs/c") == whole and len(steps) == 6  # no update was trained twice
+    assert metrics_of("runs/c") == whole and len(steps) == 8  # no update was trained twice
 
 
 def test_several_processes_and_functions_that_are_not_async_are_refused(
