@@ -68,9 +68,12 @@ def test_those_that_wait_are_called_side_by_side_and_the_first_one_is_built_alon
             return super().step(response)
 
     monkeypatch.setattr(pool, "BUILT", set())
-    built, together, (made, tasks) = [], threading.Barrier(4), collector(Together, 4)
+    built, together, limits = [], threading.Barrier(4), set()
+    made, tasks = collector(Together, 4, env_timeout=70.0)
+    start = made.pool.slow.start
+    made.pool.slow.start = lambda key, call, limit: limits.add(limit) or start(key, call, limit)
     assert [r.error for r in made.collect(tasks, Scripted(policy), PARAMS)] == [""] * 4
-    assert len(built) == 4
+    assert len(built) == 4 and limits == {70.0}
 
 
 def test_quick_calls_are_made_in_order_in_this_thread_and_a_long_one_shows_its_line(

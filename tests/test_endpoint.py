@@ -126,9 +126,7 @@ def test_the_responses_api(session, stream):
 
 
 CHAT_PATH, RESPONSES_PATH = "/chat/completions", "/responses"
-
-
-@pytest.mark.parametrize(("path", "change", "word"), [  # what is wrong, a word of the reason
+RUBBISH = [  # path, what is wrong, a word of the reason
     (CHAT_PATH, {"messages": []}, "no messages"), (CHAT_PATH, {"messages": 3}, "not iterable"),
     (CHAT_PATH, {"messages": [3]}, "AttributeError"), (CHAT_PATH, {"n": -1}, "n and"),
     (CHAT_PATH, {"messages": [{"role": "king"}]}, "'king'"),
@@ -138,26 +136,25 @@ CHAT_PATH, RESPONSES_PATH = "/chat/completions", "/responses"
     (CHAT_PATH, {"response_format": {"json_schema": {"schema": "x"}}}, "schema"),
     (RESPONSES_PATH, {"previous_response_id": "resp_x"}, "there is no response"),
     (RESPONSES_PATH, {"input": [{"type": "item_reference"}]}, "item_reference"),
-])  # fmt: skip
-def test_rubbish_is_refused_in_openais_form(session, path, change, word):
-    body = {"model": "x", "messages": CHAT, "input": "Hi"} | change
-    with pytest.raises(openai.BadRequestError) as caught:
-        client_of(session).post(path, body=body, cast_to=object)
-    assert caught.value.body["type"] == "invalid_request_error" and not session.asked
-    assert word in caught.value.body["message"] == session.refusals[0]
+]  # fmt: skip
 
 
-def test_who_has_no_key_of_a_running_episode_gets_401_and_a_wrong_address_404(session):
+def test_rubbish_is_refused_in_openais_form_and_who_has_no_key_of_a_running_episode(session):
+    for path, change, word in RUBBISH:
+        body = {"model": "x", "messages": CHAT, "input": "Hi"} | change
+        with pytest.raises(openai.BadRequestError) as caught:
+            client_of(session).post(path, body=body, cast_to=object)
+        assert caught.value.body["type"] == "invalid_request_error"
+        assert word in caught.value.body["message"] == session.refusals[-1]
     ended = session.endpoint.open()
     ended.close()
-    for key in (None, b"EMPTY", "é".encode(), ended.key.encode(), session.key[:-1].encode()):
-        headers = {"Authorization": b"Bearer " + key} if key else {}
-        for path in ("/models", "/nothing", "/chat/completions"):
-            answer = httpx.post(f"{session.endpoint.url}{path}", content="{}", headers=headers)
-            assert answer.status_code == 401 and "message" in answer.json()["error"]
-    headers = {"Authorization": f"Bearer {session.key}"}
-    for path, content, status in (("/nothing", "{}", 404), ("/chat/completions", "{", 400)):
-        answer = httpx.post(f"{session.endpoint.url}{path}", content=content, headers=headers)
+    key, url = session.key.encode(), session.endpoint.url
+    rows = [(key, "/nothing", "{}", 404), (key, CHAT_PATH, "{", 400)]
+    for wrong in (None, "é".encode(), ended.key.encode(), key[:-1]):
+        rows += [(wrong, path, "{}", 401) for path in ("/models", "/nothing", CHAT_PATH)]
+    for sent, path, content, status in rows:
+        headers = {"Authorization": b"Bearer " + sent} if sent else {}
+        answer = httpx.post(url + path, content=content, headers=headers)
         assert answer.status_code == status and "message" in answer.json()["error"]
     assert not session.asked and ended.receive(0) == []
 

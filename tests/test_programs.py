@@ -155,6 +155,13 @@ def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, say=
         collector.close()
 
 
+def seeds_of(spec, count):
+    """Seeds of the tasks whose number is 0, 1, .. `count` - 1, modulo `count`."""
+    env = make(spec)
+    seeds = {draw(seed, env.train, env.test)["n"] % count: seed for seed in range(999)}
+    return [seeds[n] for n in range(count)]
+
+
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in range(1, 60))]
 
 
@@ -246,6 +253,7 @@ LOST = "an agent that the policy broke"
 FAILURES = {  # statement: the error of its episode, or the reward
     "safe(client, [{}]); return 1.0": "no request of the program was answered: only contents of te",
     "1 / 0": LOST,
+    "0 / 0": LOST,
     "return float('nan')": LOST,
     "return {'reward': 1, 'score': {1, 2}}": LOST,
     "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
@@ -261,6 +269,7 @@ FAILURES = {  # statement: the error of its episode, or the reward
     "[safe(client) for _ in range(9)]; return 0.5": 0.5,  # more than --max-turns
     "[safe(client) for _ in range(9)]; raise ConnectionError('as a framework calls it')": LOST,
     "while True: safe(client)": "TimeoutError: 21 requests got no answer: the episode",
+    "while True: safe(client, [{}])": "requests got no answer: only contents of text",
 }  # fmt: skip
 PROGRAM = """
 import httpx, os, sys
@@ -299,10 +308,9 @@ def test_a_program_that_fails_costs_its_episode_alone(policy, write, monkeypatch
         for i, statement in enumerate(statements)
     )
     rows = [{"n": i % len(statements), "place": i} for i in range(8 * len(statements))]
-    env = make(spec := write(PROGRAM + cases, rows, zero_on="program.Odd", error_reward=-3))
-    seeds = {draw(seed, env.train, env.test)["n"]: seed for seed in range(999)}
-    chosen = [seeds[i] for i in range(len(statements))]
-    rollouts = collect(policy, spec, chosen, max_turns=4, say=said.append)
+    spec = write(PROGRAM + cases, rows, zero_on="program.Odd", error_reward=-3)
+    seeds = seeds_of(spec, len(statements))
+    rollouts = collect(policy, spec, seeds, max_turns=4, say=said.append)
     for statement, rollout in zip(statements, rollouts, strict=True):
         wanted = FAILURES.get(statement, 1.0)
         if wanted != LOST and isinstance(wanted, str):
@@ -319,7 +327,9 @@ def test_a_program_that_fails_costs_its_episode_alone(policy, write, monkeypatch
 
 
 def test_a_program_that_does_nothing_is_ended(policy, write):
-    [rollout] = collect(policy, write("def run(task):\n    while True: pass", timeout=0.2), 1)
+    """--env-timeout is not for programs."""
+    spec = write("def run(task):\n    while True: pass", timeout=0.2)
+    [rollout] = collect(policy, spec, 1, env_timeout=0.01)
     assert rollout.error == "TimeoutError: the program did nothing for 0.2 seconds"
 
 
@@ -365,14 +375,13 @@ def test_every_request_is_of_its_own_episode(policy, write, tmp_path, monkeypatc
     """Whoever asks: a thread, a fork, another client, what goes on after the end of the program."""
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which is not asked
-    env = make(spec := write(ASKING))
-    ways = {draw(seed, env.train, env.test)["n"] % 6: seed for seed in range(999)}
-    for rollout in collect(policy, spec, [*ways.values()], max_tokens=2):
+    spec = write(ASKING)
+    for rollout in collect(policy, spec, seeds_of(spec, 6), max_tokens=2):
         assert (rollout.error, rollout.episode_return) == ("", 1.0) and len(rollout.turns) >= 2
         n = int(rollout.info["row"].removeprefix("rows.jsonl:")) - 1
         assert {m["content"] for m in rollout.messages if m["role"] == "user"} == {f"I am {n}"}
     pids = (tmp_path / "pids").read_text().split()
-    assert len(ways) == 6 and len(pids) >= 6
+    assert len(pids) >= 6
     for pid in pids:
         wait_for_the_end_of(int(pid))
 
@@ -463,9 +472,8 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
 exec({[*COMMANDS]}[task["n"] % {len(COMMANDS)}])
 """)
     command = f"{sys.executable} {tmp_path}/agent.py"
-    env = make(spec := write("", run="", command=command, host=host, error_reward=-1))
-    seeds = {draw(s, env.train, env.test)["n"] % len(COMMANDS): s for s in range(999)}
-    rollouts = collect(policy, spec, [seeds[n] for n in range(len(COMMANDS))])
+    spec = write("", run="", command=command, host=host, error_reward=-1)
+    rollouts = collect(policy, spec, seeds_of(spec, len(COMMANDS)))
     for rollout, wanted in zip(rollouts, COMMANDS.values(), strict=True):
         assert len(rollout.turns) == 1
         if isinstance(wanted, str):
