@@ -118,12 +118,13 @@ class Rewarded(Env):
         self.world = import_attribute(environment)() if environment else None
         methods = dict(inspect.getmembers(type(self.world), inspect.isfunction))  # of None: none
         if methods.pop("get_reward", None):
-            self.add(type(self.world).__name__, _rewards_of, 1.0)
+            own = lambda environments: [env.get_reward() for env in environments]  # noqa: E731
+            self.add(type(self.world).__name__, own, 1.0)
         if not data or not self.functions:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
         names = [name for name, *_ in self.functions]
-        place = reward.index(correct) if correct in reward else -1
-        self.correct = names[place] if place >= 0 else correct.rpartition(":")[2]
+        by_word = dict(zip(reward, names, strict=False))
+        self.correct = by_word.get(correct, correct.rpartition(":")[2])
         if correct and self.correct not in names:
             raise UsageError(f"correct={correct}: name one of {' '.join(names)}; with the weight 0 "
                              "it adds no reward")  # fmt: skip
@@ -345,10 +346,6 @@ def num_held_out(spec: EnvSpec) -> int:
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
-
-
-def _rewards_of(environments: Sequence[Any]) -> list[Any]:
-    return [environment.get_reward() for environment in environments]
 
 
 def _completion(prompt: str | list[Message], response: str) -> Any:

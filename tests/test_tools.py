@@ -318,6 +318,7 @@ def tag(words: list[str], kind: Literal["noun", "verb"] | None = None) -> list:
     (call_text("add", a=1, b=2, c=3), "error: add: .*'c' was unexpected"),
     (call_text("add", a=1, b="2.0"), "error: add.b: '2.0' is not of type 'integer'"),
     (call_text("add", a="1", b="-2"), "-1"), (call_text("repeat", text="7"), "77"),
+    (call_text("tag", words="[" * 100_000), "error: tag.words: "),
     ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', "error: the call cannot be"),
     ('<tool_call>{"name": "crash", "id": 1}', "error: ValueError: no .* today"),
     (call_text("tag", words='["Kraków"]', kind="noun"), r"\[\['Kraków'\], 'noun'\]"),

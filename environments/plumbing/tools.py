@@ -12,12 +12,13 @@ only thinks about does not.
 >>> call_text("add", a=2, b=3)
 '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
-This is the format of Hermes and Qwen; core/chat_template.py says which models have another.
+This is the format of Hermes and Qwen; all other models are told to use it.
 """
 
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -170,8 +171,10 @@ def with_types(call: Call, schemas: list[dict[str, Any]]) -> Call:
     arguments = dict(call.arguments)
     for key in arguments.keys() & kinds.keys():
         fits, given = Draft4Validator(kinds[key]).is_valid, arguments[key]
-        if isinstance(given, str) and not fits(given) and fits(value := read_literal(given)):
-            arguments[key] = value
+        if isinstance(given, str) and not fits(given):
+            with suppress(RecursionError):
+                value = read_literal(given)
+                arguments[key] = value if fits(value) else given
     return Call(call.name, arguments)
 
 
