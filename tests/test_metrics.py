@@ -11,7 +11,7 @@ import torch
 from algorithms.tokens import Tokens
 from core import evaluation, probes
 from core.batching import to_tokens
-from core.config import Config
+from core.config import Config, resolve
 from core.evaluation import accuracy_metrics, comparisons, mcnemar, wilson
 from core.loop.run import Run
 from core.metrics import UpdateStats, explained_variance, rollout_metrics
@@ -265,7 +265,7 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     log = SimpleNamespace(log_rollouts=lambda *args: logged.append(args))
     display = SimpleNamespace(phase=lambda *args: nullcontext(lambda: None), say=print)
     run = SimpleNamespace(
-        cfg=Config(env=("letter_counting",), eval_num_tasks=4, max_tokens=9, temperature=0.7),
+        cfg=resolve(Config(eval_num_tasks=4, max_tokens=9, temperature=0.7)),
         collector=SimpleNamespace(collect=collect, demonstrate=play_trivial), policy=None,
         sampler=nullcontext(), run_log=log, display=display, progress={},
     )  # fmt: skip

@@ -221,7 +221,10 @@ class EnvSpec:
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The options of the environment, with their types and defaults."""
-        return inspect.signature(self.constructor, eval_str=True).parameters
+        try:
+            return inspect.signature(self.constructor, eval_str=True).parameters
+        except NameError as error:  # of an annotation
+            raise UsageError(f"--env {self}: {describe_error(error)}") from error
 
     @property
     def values(self) -> dict[str, Any]:
