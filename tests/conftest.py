@@ -41,18 +41,14 @@ def pytest_configure():
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number and signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """The garbage collector neither runs while modules are imported nor ever looks at these."""
     gc.disable()
-    try:
-        return (yield)
-    finally:
-        if "triton" not in sys.modules:  # its version 3.9 prints what is not collected
-            gc.freeze()
-        gc.enable()
+
+
+def pytest_collection_finish():
+    """The garbage collector, off while modules are imported, never looks at these."""
+    if "triton" not in sys.modules:  # its version 3.9 prints what is not collected
+        gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup():
@@ -93,9 +89,11 @@ def loopback(handler):
             server.shutdown()
 
 
-@pytest.fixture(scope="session")
-def browser():
-    """Chromium, which must be installed: tests with the mark `browser` are never skipped."""
+@pytest.fixture
+def tab():
+    """A tab of Chromium, which must be installed: tests with the mark `browser` are never skipped.
+    With the addresses that it fetches and the errors that it reports; in the end no text has run as
+    a script."""
     from playwright.sync_api import sync_playwright
 
     flags = """--no-sandbox --disable-gpu --disable-quic --no-first-run
@@ -103,22 +101,14 @@ def browser():
     with sync_playwright() as playwright:
         path = shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=path, args=flags)
-        yield browser
+        page, requests, errors = browser.new_page(), [], []
+        page.set_default_timeout(10_000)
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        yield page, requests, errors
+        assert errors == [] and page.evaluate("typeof window.ran") == "undefined"
         browser.close()
-
-
-@pytest.fixture
-def tab(browser):
-    """A browser tab, the addresses that it fetches, and the errors that it reports. In the end no
-    text has run as a script."""
-    page, requests, errors = browser.new_page(), [], []
-    page.set_default_timeout(10_000)
-    page.on("request", lambda request: requests.append(request.url))
-    page.on("console", lambda message: errors.append(message.text))
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    yield page, requests, errors
-    assert errors == [] and page.evaluate("typeof window.ran") == "undefined"
-    page.close()
 
 
 def save_small(family, folder, **changes):

@@ -73,8 +73,10 @@ def write_report(run, config):
     return page.write_page(run / "report.html", [(run, config)])
 
 
-def told():
-    """Rollouts of two updates: groups of two agents, a game after an example; another's texts."""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of thirty updates, two of which have warned, with its page. Rollouts of
+    two updates: groups of two agents, a game after an example; another's texts."""
     rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
     rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
     rows += [row("train", 1, 2, "z", None, agent="black", prompt="another prompt")]
@@ -83,17 +85,12 @@ def told():
     later = [{"role": "user", "content": "a reply"}, {"role": "assistant", "content": "more"}]
     game["messages"] = [*example, *game["messages"], *later]
     texts = dict.fromkeys(("prompt", "agent", "error", "env"), MARKUP)
-    return [*rows, game, row("train", 2, 9, f"{MARKUP}\u202e", **texts)]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder of a run of thirty updates, two of which have warned, with its page."""
+    rows += [game, row("train", 2, 9, f"{MARKUP}\u202e", **texts)]
     records = [evaluated(0, 0.2), *trained(*range(1, 31))]
     records[9]["warnings"] = {"kl_runaway": "KL <b>0.1; try less", "sampler_gap": "differ"}
     records[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
     config = CONFIG | {"model_id": MARKUP}
-    folder = write_run(tmp_path_factory.mktemp("runs") / "a", records, told(), config)
+    folder = write_run(tmp_path_factory.mktemp("runs") / "a", records, rows, config)
     write_report(folder, config)
     return folder
 

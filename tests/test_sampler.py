@@ -68,14 +68,8 @@ def test_sampled_log_probs_are_the_trainers_up_to_the_rounding_of_a_precision(qw
 
 
 def test_each_distinct_prefix_is_computed_once(policy, monkeypatch):
-    """Draws and log-probs are those of completions that are sampled alone."""
     params = SamplingParams(max_tokens=8, temperature=0.3, top_k=2, seed=1)
     prompts, sizes, policy.stop_ids = PROMPTS * 4, [], []
-    expected = []
-    for i, prompt in enumerate(prompts):
-        sampler = TorchSampler(policy)
-        sampler.add(Request(prompt, params, params.seed, i))
-        expected += [completion for _ in range(8) for _, completion in sampler.step()]
     decoder = policy.causal_lm.get_decoder()
     forward = decoder.forward
 
@@ -89,9 +83,6 @@ def test_each_distinct_prefix_is_computed_once(policy, monkeypatch):
     whole = [p + c.token_ids[:-1] for p, c in zip(prompts, completions, strict=True)]
     prefixes = {tuple(ids[: n + 1]) for ids in whole for n in range(len(ids))}
     assert sum(sizes) == len(prefixes) < 200
-    for found, wanted in zip(completions, expected, strict=True):
-        assert (found.token_ids, found.kept_ids) == (wanted.token_ids, wanted.kept_ids)
-        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
 def staggered(sampler, prompts, params, gap):
@@ -199,7 +190,6 @@ def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy):
     batch = to_tokens([Rollout("e", "p", 0, i, turns=[turn]) for i, turn in enumerate(turns)])
     trained = score_tokens(policy, batch, temperature=0.8)["logprobs"]
     assert (trained - batch.sampler_logprobs).abs().max() < 1e-4
-    assert trainer_gap(policy, completions, 0.8, prompts).mean() > 0.05  # without `kept_ids`
 
 
 def test_what_is_kept_for_the_trainer_is_what_16_bit_logits_were_drawn_from(
