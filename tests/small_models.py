@@ -28,6 +28,7 @@ FAMILIES = {  # by the prefix of transformers' class; settings
 }  # fmt: skip
 CLASSES = {  # where the class is not named like the family
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Gemma3 with images": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
 }
 

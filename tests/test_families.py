@@ -3,24 +3,21 @@
 Some families scale or cap their logits, have layers without attention, or apply dropout themselves.
 """
 
-from unittest.mock import patch
-
 import pytest
-import small_models
 import torch
 from conftest import load_small, save_small
+from small_models import SHAPE, save_model
 
 from core.faults import UsageError
 from core.policy import Policy
 from core.sampler import SamplingParams, TorchSampler
 
-IMAGES = "Gemma3 with images"
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 FAMILIES = {  # what each does to its logits, or which layers it has; the settings
     "Granite": {}, "Gemma2": {"final_logit_softcapping": 2.0},
-    IMAGES: {"text_config": small_models.SHAPE | {"final_logit_softcapping": 2.0},
-             "vision_config": VISION, "mm_tokens_per_image": 1},
+    "Gemma3 with images": {"text_config": SHAPE | {"final_logit_softcapping": 2.0},
+                           "vision_config": VISION, "mm_tokens_per_image": 1},
     "FalconH1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,
                  "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
@@ -32,17 +29,10 @@ FAMILIES = {  # what each does to its logits, or which layers it has; the settin
 }  # fmt: skip
 
 
-def save(family, folder):
-    """Saves a small model of a family with random weights; returns its folder."""
-    classes = {IMAGES: ("Gemma3Config", "Gemma3ForConditionalGeneration")}
-    with patch.dict(small_models.CLASSES, classes):
-        return small_models.save_model(family, folder, **FAMILIES[family])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_sampled_and_trained_log_probs_are_those_of_the_model(family, tmp_path):
-    policy = load_small(save(family, tmp_path))
+    policy = load_small(save_model(family, tmp_path, **FAMILIES[family]))
     texts = ("count the letters of a long word", "a", "why") * 2
     prompts = [policy.tokenizer.encode(text) for text in texts]
     completions = TorchSampler(policy).sample(prompts, SamplingParams(max_tokens=10, seed=1))
@@ -61,7 +51,7 @@ def test_a_model_whose_log_probs_training_would_change_is_refused(tmp_path, monk
 
     monkeypatch.setattr(Policy, "to_logits", without_scaling)
     with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off"):
-        load_small(save("Granite", tmp_path))
+        load_small(save_model("Granite", tmp_path))
 
 
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
