@@ -28,7 +28,7 @@ SMALL = """--num-updates 4 --num-prompts 2 --group-size 2 --eval-num-tasks 0 --s
 ON_SERVER = ["--sampler", "server", "--base-url", URL]
 
 
-def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
+def test_samples_are_of_the_weights_of_some_updates_ago(command, qwen3_folder, monkeypatch):
     runs, sampling, training = [], [], []  # the weights while each update samples, and trains
     collect, shape_rewards = play.collect, train.shape_rewards
 
@@ -47,7 +47,7 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, monkeypatch):
 
     monkeypatch.setattr(play, "collect", while_sampling)
     monkeypatch.setattr(train, "shape_rewards", while_training)
-    flags = "--staleness 2 --run-name a".split()
+    flags = ["--model-id", qwen3_folder, *"--staleness 2 --run-name a".split()]
     code, out, _ = command(*SMALL, *flags)
     assert code == 0 and "sampler_gap" not in out
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
