@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -24,22 +23,6 @@ from core.tasks import train_tasks
 from core.types import Completion
 
 
-def test_micro_batch_size_changes_nothing_but_rounding(qwen3_folder):
-    rollouts, policy = rollouts_of(3, 4, prompt=9), load_small(qwen3_folder, value_head=True)
-    for i, rollout in enumerate(rollouts):
-        rollout.turns[0].reward = float(i % 3)
-    with torch.no_grad():
-        policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    cfg, updates = Config(algo="ppo", max_grad_norm=0), []
-    for policy.micro_batch_tokens in (1, 10**9):
-        updates.append(gradients_of_update(cfg, policy, rollouts))
-    ([one_by_one], metrics), ([at_once], metrics_at_once) = updates
-    largest = at_once.abs().max()
-    assert largest > 1e-3 and (one_by_one - at_once).abs().max() < 1e-5 * max(1, largest)
-    assert metrics == pytest.approx(metrics_at_once, rel=1e-4, abs=1e-5)
-    assert metrics["tokens/trained"] == sum(r.num_tokens for r in rollouts)
-
-
 def played(policy, rewards):
     """Rollouts of one group of letter counting, paid as it suits a test."""
     drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=1, group_size=len(rewards))
@@ -54,23 +37,16 @@ def weights_of(policy):
     return {n: p.detach().clone() for n, p in policy.trainable().items()}
 
 
-config = partial(Config, max_tokens=9)
-
-
-def test_in_value_warmup_the_head_alone_moves(qwen3_folder):
+def test_the_value_head_has_a_warmup_and_a_learning_rate_of_its_own(qwen3_folder):
     policy = load_small(qwen3_folder, value_head=True)
     optimizer = make_optimizer(policy, 1e-2, value_lr=1e-2)
-    cfg = config(algo="ppo", options=ppo.Options(value_warmup=1), entropy_coef=0.1)
+    cfg = Config(algo="ppo", options=ppo.Options(value_warmup=1), entropy_coef=0.1)
     rollouts = played(policy, [0.0, 1.0, 2.0])
     for number, moves in ((1, {"value_head.weight", "value_head.bias"}), (2, None)):
         before = weights_of(policy)
         single_update(cfg, policy, optimizer, rollouts, update=number)
         moved = {n for n, p in weights_of(policy).items() if not torch.equal(p, before[n])}
         assert moved == (moves or set(before))
-
-
-def test_a_learning_rate_of_0_for_the_value_head_is_that_of_the_policy(qwen3_folder):
-    policy = load_small(qwen3_folder, value_head=True)
     for rate, expected in ((0.0, [1e-2, 1e-2]), (1e-3, [1e-2, 1e-3])):
         groups = make_optimizer(policy, 1e-2, value_lr=rate).adamw.param_groups
         assert [group["lr"] for group in groups] == expected
@@ -79,7 +55,7 @@ def test_a_learning_rate_of_0_for_the_value_head_is_that_of_the_policy(qwen3_fol
 def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder):
     def steps(target, num_epochs):
         policy = load_small(qwen3_folder, value_head=True)
-        cfg = config(algo="ppo", num_epochs=num_epochs, options=ppo.Options(target_kl=target))
+        cfg = Config(algo="ppo", num_epochs=num_epochs, options=ppo.Options(target_kl=target))
         end = UpdateStats.end_minibatch
         with patch.object(UpdateStats, "end_minibatch", autospec=True, side_effect=end) as tried:
             optimizer, rollouts = make_optimizer(policy, 1e-2), played(policy, [0.0, 1.0, 2.0])
@@ -99,7 +75,7 @@ def test_each_gradient_step_is_that_of_its_own_rollouts(qwen3_folder):
     for i, rollout in enumerate(rollouts):
         rollout.turns[0].reward = float(1 + i)
     options = reinforce.Options(baseline="none")
-    cfg = config(algo="reinforce", options=options, num_minibatches=2, max_grad_norm=0)
+    cfg = Config(algo="reinforce", options=options, num_minibatches=2, max_grad_norm=0)
     drawn = [*train.minibatches(cfg, 4, 1)]
     with patch.object(train, "micro_batches", wraps=train.micro_batches) as cut:
         steps, _ = gradients_of_update(cfg, policy, rollouts)
@@ -118,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_no_step_though_its_gradient_is_finite(poli
         return loss + math.inf, metrics
 
     with patch.object(grpo, "compute_loss", infinite):
-        metrics = single_update(config(), policy, make_optimizer(policy, 1e-2), rollouts)
+        metrics = single_update(Config(), policy, make_optimizer(policy, 1e-2), rollouts)
     assert metrics["update/skipped"] == 1 and 0 < metrics["grad/norm"] < math.inf
 
 

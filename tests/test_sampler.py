@@ -39,20 +39,6 @@ def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
     return torch.cat([canary.gaps(policy, *pair, temperature) for pair in pairs])
 
 
-def check_first_tokens(policy, prompt, temperature, drawn):
-    """A χ² test of 2,000 first tokens, counted by id: 16 tokens with the most, and all others."""
-    with torch.no_grad():
-        ids = torch.tensor([prompt], device=policy.device)
-        logits = policy.to_logits(policy.hidden_states(ids)[0, -1:])[0]
-    likely, ids = (logits / temperature).softmax(-1).topk(16)
-    expected = [2000 * p for p in [*likely.tolist(), 1 - likely.sum().item()]]
-    found = [drawn[i] for i in ids.tolist()]
-    found.append(2000 - sum(found))
-    assert min(expected) > 5
-    chi2 = sum((f - e) ** 2 / e for f, e in zip(found, expected, strict=True))
-    assert chi2 < 39.3  # 16 degrees of freedom: exceeded once in 1,000 seeds
-
-
 def test_sampled_log_probs_are_the_trainers_up_to_the_rounding_of_a_precision(qwen3_folder):
     mean, prompts = {}, PROMPTS * 8
     for dtype in ("float64", "float32", "float16", "bfloat16"):

@@ -33,7 +33,6 @@ SETTINGS = [  # invalid settings, and what the message names
     ({"num_minibatches": 129}, "--num-minibatches"),  # of 128 rollouts
     ({"max_tokens": 9000, "max_model_len": 9000}, "--max-model-len"),
     ({"env": ()}, "--env is empty"),
-    ({"group_size": 1}, "--group-size"),
     ({"train_difficulty": 3, "env": ("tic_tac_toe",)}, "--train-difficulty"),
     ({"template_options": "thinking"}, "key=value"),
     ({"kl_estimator": "k3"}, "--kl-coef"),  # has no effect without another
