@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from test_env_failures import OneTurn
-from test_episodes import PARAMS, Scripted, message
+from test_episodes import PARAMS, Scripted
 
 from core import calls, pool
 from core.calls import Calls, TimeLimit, in_thread
@@ -20,6 +20,7 @@ from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.terminal.interrupt import Interrupt
 from environments.base import Env, Step
+from environments.parsing import user
 from environments.plumbing import registry
 
 
@@ -28,14 +29,13 @@ class Uneven(Env):
 
     def reset(self, seed):
         self.seed, self.left = seed, seed % 4 + 1
-        return [message(f"task {seed % 3}" + "." * seed)]
+        return [user(f"task {seed % 3}" + "." * seed)]
 
     def step(self, response):
         time.sleep(0.004 * (self.seed * self.left % 4))
         self.left -= 1
-        return Step(
-            message(f"{self.left} left") if self.left else None, len(response), not self.left
-        )
+        message = user(f"{self.left} left") if self.left else None
+        return Step(message, len(response), not self.left)
 
 
 @pytest.fixture

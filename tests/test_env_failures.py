@@ -1,5 +1,6 @@
 """Environments that fail: each failure is an error of its episode, and none is a reward of 0."""
 
+import asyncio
 import json
 import re
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SMALL
-from test_episodes import PARAMS, Scripted, message
+from test_episodes import PARAMS, Scripted
 
 from core import evaluation, metrics
 from core.config import Config
@@ -16,13 +17,8 @@ from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.selection import drop_failed
 from core.tasks import Task
-from environments.base import (
-    Env,
-    EnvFailure,
-    MultiAgentEnv,
-    Step,
-    checked_step,
-)
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step, checked_step
+from environments.parsing import user
 from environments.plumbing import registry
 
 
@@ -32,7 +28,7 @@ class OneTurn(Env):
     result = staticmethod(lambda: Step(None, 1.0, True, {"correct": True}))
 
     def reset(self, seed):
-        return [message(f"task {seed}")]
+        return [user(f"task {seed}")]
 
     def step(self, response):
         return self.result()
@@ -44,20 +40,16 @@ class Game(MultiAgentEnv):
     left = 2
 
     def reset(self, seed):
-        return {"ann": [message("go")], "bob": [message("go")]}
+        return {"ann": [user("go")], "bob": [user("go")]}
 
     def step(self, responses):
         self.left -= 1
-        message_ = message("go on") if self.left else None
-        return {name: Step(message_, 1.0, not self.left) for name in responses}
+        message = user("go on") if self.left else None
+        return {name: Step(message, 1.0, not self.left) for name in responses}
 
 
 def only_ann(self, responses):
     return {"ann": Game.step(self, responses)["ann"]}
-
-
-async def in_a_coroutine(*_):
-    return None
 
 
 def play(policy, *tasks, max_turns=3):
@@ -73,8 +65,8 @@ FAULTS = [  # what the environment for one agent does in `step`, a part of the e
     (lambda: sys.exit(0), "SystemExit: 0"),
     (lambda: Step(None, float("nan"), True), "nan"),
     (lambda: Step(None, -1e20, True), "1e.15"),
-    (lambda: Step(message("no! " * 250_000), 0.0, False), "500000"),
-    (lambda: Step(message("read! " * 1_000), 0.0, False), "one message has 6"),
+    (lambda: Step(user("no! " * 250_000), 0.0, False), "500000"),
+    (lambda: Step(user("read! " * 1_000), 0.0, False), "one message has 6"),
     (lambda: Step(None, 1.0, False), "no message"),
     (lambda: Step(None, 1.0, True, {"x": object()}), "JSON"),
     (lambda: Step(None, 1.0, True, {"x": float("inf")}), "info of player"),
@@ -84,15 +76,14 @@ FAULTS = [  # what the environment for one agent does in `step`, a part of the e
     (lambda: Step("Go on.", 1.0, False), r'message to player is str, not user\("\.\."\)'),
     (lambda: Step(None, "1.0", True), "the reward of player is '1.0', not a number"),
     (lambda: ("done", 1.0, True), "returned tuple of str, float, bool for player, not a Step"),
-    (in_a_coroutine, r"returned a coroutine \(an environment is not async: .asyncio.run"),
+    (lambda: asyncio.sleep(0), r"a coroutine \(an environment is not async: .asyncio.run"),
 ]  # fmt: skip
 WRONG = [  # class, method, what it returns, a part of the error
     (OneTurn, "reset", [], "ValueError: reset.. returned no message"),
-    (OneTurn, "reset", [message("read! " * 1_000)], "UsageError: one message has 6"),
+    (OneTurn, "reset", [user("read! " * 1_000)], "UsageError: one message has 6"),
     (OneTurn, "reset", "Say 1.", "TypeError: reset.. returned str for player, not a list of mess"),
     (OneTurn, "reset", ("Say 1.", {}), "returned tuple of str, dict for player"),  # Gymnasium's
-    (OneTurn, "reset", in_a_coroutine, "returned a coroutine .an environment is not async"),
-    (Game, "reset", [message("Say 1.")], "reset.. returned list of dict, not a dict of messages"),
+    (Game, "reset", [user("Say 1.")], "reset.. returned list of dict, not a dict of messages"),
     (Game, "step", [Step(None, 1.0, True)], "step.. returned list of Step, not a dict of Steps"),
     (Game, "step", only_ann, "ValueError: step.. never returned a Step for bob"),
     (Game, "step", lambda *_: dict.fromkeys(("ann", "bob"), Step(None, 1.0, False)),
@@ -140,7 +131,7 @@ def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch):
 
         def reset(self, seed):
             self.fails = seed % 2
-            return {name: [message("go")] for name in "abcdefghi"[: 1 if self.fails else 9]}
+            return {name: [user("go")] for name in "abcdefghi"[: 1 if self.fails else 9]}
 
         def step(self, responses):
             return {name: Step(None, 1 / (not self.fails), True) for name in responses}

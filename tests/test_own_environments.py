@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,7 +214,6 @@ def typed(
 
 @pytest.mark.parametrize(("text", "key", "value"), [
     ("start=Washington, D.C.", "start", "Washington, D.C."), ('start="5"', "start", "5"),
-    ("start=[a-z]+", "start", "[a-z]+"),
     ("start=no", "start", "no"), ("names=[no, 010]", "names", ("no", "010")),
     ("depth=7", "depth", 7), ("depth=None", "depth", None), ("mode=hard", "mode", "hard"),
     ("sizes=3 4 -5", "sizes", [3, 4, -5]), ("names='New York' b", "names", ("New York", "b")),
@@ -222,7 +222,6 @@ def typed(
     ("loud=TRUE", "loud", True),
     ("plain=6", "plain", 6), ('weights={"a":1,b: 0.5}', "weights", {"a": 1.0, "b": 0.5}),
     ('anything=[1, "1", true, null, {"a": 1e-3}]', "anything", [1, "1", True, None, {"a": 0.001}]),
-    ("map=8x8", "map", "8x8"), ("slippery=false", "slippery", False), ("other=4", "other", 4),
 ])  # fmt: skip
 def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
     converted = EnvSpec.read(f"typed:{text},last=5").values
@@ -245,11 +244,10 @@ class Turns(Env):
         return Step(None, float(self.difficulty), True, {"correct": True})
 
 
-def settings(**changes):
-    return Config(
-        sft_steps=0, num_prompts=2, group_size=2, eval_num_tasks=2, max_tokens=4, max_turns=1,
-        device="cpu", **({"num_updates": 1} | changes),
-    )  # fmt: skip
+SETTINGS = Config(
+    sft_steps=0, num_prompts=2, group_size=2, eval_num_tasks=2, max_tokens=4, max_turns=1,
+    device="cpu", num_updates=2, eval_every=1,
+)  # fmt: skip
 
 
 def test_an_environment_is_given_as_an_object_of_python_and_told_of_its_run(place, capsys):
@@ -267,7 +265,7 @@ def test_an_environment_is_given_as_an_object_of_python_and_told_of_its_run(plac
             told[-1].append(told[-1][0].updates_done)
             return super().reset(seed)
 
-    cfg = settings(run_name="a", train_difficulty=3, num_updates=2, eval_every=1)
+    cfg = replace(SETTINGS, run_name="a", train_difficulty=3)
     assert train.run(cfg, env=Rows) == 0
     [[info, *seen]] = told
     assert [*info.train_envs] == [*info.eval_envs] == ["Rows"] and info.num_updates == 2
@@ -328,6 +326,6 @@ LOCKED.lock = threading.Lock()
     ({"env": 5}, "a class derived from Env"), ({"env": LOCKED}, "cannot pickle"),
 ])  # fmt: skip
 def test_what_is_no_environment_is_refused_in_one_line(given, words, capsys):
-    assert train.run(settings(), **given) == 2
+    assert train.run(SETTINGS, **given) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1 and not Path("runs").exists()

@@ -14,6 +14,7 @@ from core.config import Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras import programs
+from core.extras.programs import play_program
 from core.loading import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
@@ -23,9 +24,9 @@ from environments.adapters import endpoint
 from environments.base import EVAL_SEEDS, UsageError
 from environments.plumbing import worker
 from environments.plumbing.registry import make
+from environments.plumbing.tools import call_text
 from environments.rewarded import draw
 
-RECORDED = AGENTS.parents[1] / "runs" / "agents"
 CHAOS = """
 import copy
 import random
@@ -109,23 +110,22 @@ class Recorder(TorchSampler):
         return ended
 
     def changed(self, completion):
-        kind = sum(completion.token_ids) % 9
-        if kind > 3:
+        text = self.text_for(sum(completion.token_ids) % 9)
+        if not text:
             return completion
-        text = ["", "<think>hm</think>\n", "A word first. ", "  "][kind] + CALL * (1 + kind % 2)
         ids = [*self.policy.tokenizer.encode(text), self.policy.end_of_turn_id]
         return Completion(ids, [-0.5] * len(ids), text, "stop")
+
+    def text_for(self, kind):
+        starts = ["", "<think>hm</think>\n", "A word first. ", "  "]
+        return starts[kind] + CALL * (1 + kind % 2) if kind < len(starts) else ""
 
 
 class Calculating(Recorder):
     """Half of the completions call the calculator of environments/agents."""
 
-    def changed(self, completion):
-        if len(self.sampled) % 2:
-            return completion
-        text = CALL.replace("look", "calculate").replace('"at":   "é"', '"expression": "1 + 1"')
-        ids = [*self.policy.tokenizer.encode(text), self.policy.end_of_turn_id]
-        return Completion(ids, [-0.5] * len(ids), text, "stop")
+    def text_for(self, kind):
+        return "" if len(self.sampled) % 2 else call_text("calculate", expression="1 + 1")
 
 
 @pytest.fixture
@@ -143,11 +143,8 @@ def write(tmp_path):
     return write
 
 
-def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, say=None, **options):
-    say = say or (lambda line: None)
-    collector = RolloutCollector(
-        policy, max_turns, play_program=programs.play_program, say=say, **options
-    )
+def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, **options):
+    collector = RolloutCollector(policy, max_turns, play_program=play_program, **options)
     tasks = [Task(spec, seed, seed) for seed in (range(num) if isinstance(num, int) else num)]
     try:
         return collector.collect(tasks, sampler or TorchSampler(policy), SamplingParams(max_tokens))
@@ -505,7 +502,7 @@ def test_agents_of_frameworks_play_to_their_end(name):
     """Most answers are nonsense, which no framework may turn into a failure."""
     if not (find_spec(NEEDS[name]) or which(NEEDS[name])):
         pytest.skip(f"{NEEDS[name]} is not installed")
-    folder = RECORDED if name.startswith("with_") else AGENTS
+    folder = AGENTS.parents[1] / "runs" / "agents" if name.startswith("with_") else AGENTS
     program = f"run={folder}/{name}.py:run"
     if name == "with_node":
         program = f"command=node {folder}/{name}.mjs"
@@ -515,9 +512,7 @@ def test_agents_of_frameworks_play_to_their_end(name):
     rollouts = collect(policy, spec, 2, max_turns=8, max_tokens=32, sampler=sampler)
     assert [r.error for r in rollouts] == [""] * 2
     assert all(r.turns for r in rollouts)
-    assert name == "small" or {tool[-9:] for r in rollouts for tool in r.for_log["tools"]} == {
-        "calculate"
-    }
-    assert any(
-        m["role"] == "tool" or "Observation:" in m["content"] for r in rollouts for m in r.messages
-    )
+    tools = {tool[-9:] for r in rollouts for tool in r.for_log["tools"]}
+    assert name == "small" or tools == {"calculate"}
+    messages = [m for r in rollouts for m in r.messages]
+    assert any(m["role"] == "tool" or "Observation:" in m["content"] for m in messages)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,8 +55,6 @@ async def meets(completions, **columns):
     while len(here) < 2:
         await asyncio.sleep(0.001)
     return [1.0 for _ in completions]
-async def also(**columns):
-    return await meets(**columns)
 def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
     calls.append((completions, completion_ids, trainer_state.global_step, trainer_state.max_steps))
     for c in completions:
@@ -150,7 +147,7 @@ def globals_of(spec):
     ("accuracy sometimes", {"weights": "1 0", "correct": "sometimes", "threshold": 0.5},
      [1, 0, 0], [1, 0, 1]),
     ("wrapped", {}, [3, 3, 3], [1, 1, 1]), ("array", {}, [0, 1, 2], [0, 1, 1]),
-    ("meets also", {}, [2, 2, 2], [1, 1, 1]),
+    ("meets meets", {}, [2, 2, 2], [1, 1, 1]),
     ("array array", {"weights": "1 -2", "correct": "array_2"}, [0, -1, -2], [0, 1, 1]),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
@@ -358,14 +355,13 @@ def test_an_invalid_option_is_one_line(options, words):
 
 
 OF_TINY = "<|user|>{}<|end|><|assistant|>Let me think.<think>"
-OF_OTHERS = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nLet me think.\n<think>"
 
 
 def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
     """As in TRL; with the template around it, it would be rendered twice."""
     policy = load_small(PRETRAINED)
     render, tokenizer = Renderer(policy).opening_ids, policy.tokenizer
-    assert is_rendered(OF_TINY) and is_rendered(OF_OTHERS)
+    assert is_rendered(OF_TINY) and is_rendered("<|im_start|>user\nHi<|im_end|>\n<think>")
     assert not is_rendered("Is <|im_end|> or <|end|> after <|user|>? 5")
     text = OF_TINY.format("1 + 1?")
     ids = render([{"role": "raw", "content": text}], [])
@@ -402,22 +398,12 @@ def test_a_base_model_without_a_template_is_trained_on_raw_prompts(command):
     assert sum("NoReward" in error for error in errors) == 4
 
 
-class Lines(Scripted):
-    """Answers with these texts, one after the other."""
-
-    def __init__(self, policy, texts):
-        super().__init__(policy)
-        self.texts = [*texts]
-
-    def complete(self, request):
-        return replace(super().complete(request), text=self.texts.pop(0))
-
-
 def play(policy, spec, others=()):
     """Rollouts of one batch, and the variables of the reward function's module."""
     tasks = [Task(spec, seed, seed) for seed in (1, 1, 2)] + [Task(env, 0, 9) for env in others]
-    lines = Lines(policy, "abcdefgh")
-    return RolloutCollector(policy, 1).collect(tasks, lines, SamplingParams(4)), globals_of(spec)
+    answers = Scripted(policy, *"abcdefgh")
+    rollouts = RolloutCollector(policy, 1).collect(tasks, answers, SamplingParams(4))
+    return rollouts, globals_of(spec)
 
 
 def test_functions_are_called_once_per_batch_with_lists(policy):
@@ -496,8 +482,8 @@ def test_functions_get_what_trl_gives_them_of_an_episode_with_tools(
     policy.max_length = 1 << 20
     for _ in range(1 + (max_turns == 9)):
         collector = RolloutCollector(policy, max_turns if policy.max_length < 1 << 20 else 3)
-        lines = Lines(policy, [TWO_CALLS, call_text("add", by=-1), *texts])
-        [rollout] = collector.collect([Task(COUNTING, 5, 0)], lines, SamplingParams(4))
+        answers = Scripted(policy, TWO_CALLS, call_text("add", by=-1), *texts)
+        [rollout] = collector.collect([Task(COUNTING, 5, 0)], answers, SamplingParams(4))
         policy.max_length = len(rollout.turns[-1].prompt_ids) + 5
     assert not rollout.error and rollout.for_log["tools"] == ["multiply", "add"]
     assert rollout.messages[0]["content"] == " To 1, please."

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import SMALL
-from test_episodes import PARAMS, Scripted, message
+from test_episodes import PARAMS, Scripted
 
 from core.batching import micro_batches, to_tokens
 from core.chat_template import prompt_ids
@@ -12,6 +12,7 @@ from core.scoring import predict
 from core.tasks import Task
 from core.types import Rollout, Turn
 from environments.base import EVAL_SEEDS, Env, Step
+from environments.parsing import user
 from environments.plumbing import registry
 
 
@@ -37,12 +38,12 @@ class Capital(Env):
 
     def reset(self, seed):
         self.turn = 0
-        return [message("Capital of France?")]
+        return [user("Capital of France?")]
 
     def step(self, response):
         self.turn += 1
         if self.turn == 1:
-            return Step(message("Of Spain?"), 0.0, False)
+            return Step(user("Of Spain?"), 0.0, False)
         return Step(None, 0.0, True, feedback="Madrid")
 
     def demonstrate(self, hasty=False):
@@ -66,7 +67,7 @@ def play(policy, monkeypatch):
 
 def test_the_teacher_reads_the_right_answer_and_the_question_once_more(policy, play, monkeypatch):
     first, second = play(seed=3)
-    france, spain = message("Capital of France?"), message("Of Spain?")
+    france, spain = user("Capital of France?"), user("Of Spain?")
     paris, hm, madrid = ({"role": "assistant", "content": x} for x in ("Paris", "hm", "Madrid"))
     assert first.feedback_ids == prompt_ids(policy.tokenizer, [france, paris, france])
     chat = [france, hm, spain, madrid, spain]
