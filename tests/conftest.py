@@ -91,9 +91,8 @@ def loopback(handler):
 
 @pytest.fixture
 def tab():
-    """A tab of Chromium, which must be installed: tests with the mark `browser` are never skipped.
-    With the addresses that it fetches and the errors that it reports; in the end no text has run as
-    a script."""
+    """A tab of Chromium, which must be installed, the addresses that it fetches, and the errors
+    that it reports. In the end no text has run as a script."""
     from playwright.sync_api import sync_playwright
 
     flags = """--no-sandbox --disable-gpu --disable-quic --no-first-run

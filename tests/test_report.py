@@ -75,8 +75,8 @@ def write_report(run, config):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run of thirty updates, two of which have warned, with its page. Rollouts of
-    two updates: groups of two agents, a game after an example; another's texts."""
+    """The folder of a run of thirty updates, two of which have warned, with its page. Rollouts
+    are of two updates: groups of two agents, a game after an example; another's texts."""
     rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
     rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
     rows += [row("train", 1, 2, "z", None, agent="black", prompt="another prompt")]
