@@ -275,8 +275,11 @@ def as_hermes(tokenizer: Tokenizer, text: str) -> str:
         calls = [hermes.make_call(**function) for function in functions]
     except Exception:  # of a text that does not have the format
         return OPENING + text  # a call that cannot be read
+    if not calls:
+        return text
+    thought = message.get("reasoning_content") or message.get("thinking") or ""
     written = [call_text(call.name, **call.arguments) for call in calls]
-    return "\n".join([message.get("content") or "", *written]) if calls else text
+    return "\n".join([f"{thought}{END_OF_THOUGHT}", message.get("content") or "", *written])
 
 
 def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:

@@ -404,6 +404,8 @@ def _value_problems(cfg: Config) -> Iterator[str]:
                 yield f"{flag(prefix + name)} {value}: choose {', '.join(words)}"
             if allowed and value is not None and not allowed.has(value):
                 yield f"{flag(prefix + name)} must be {allowed}, not {f'{value}':.30}"
+    if "" in cfg.stop:
+        yield "--stop '' would end each completion at once: remove it, or give a text"
     rollouts = cfg.num_prompts * cfg.group_size
     if cfg.num_minibatches > rollouts:
         yield (f"--num-minibatches must be at most --num-prompts * --group-size = {rollouts}, not "

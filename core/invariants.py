@@ -328,7 +328,7 @@ ROWS = (
     ),
     Fact(
         "steps_lost",
-        Limit("update/steps_lost", 0, 0, 1),
+        Limit("update/steps_lost", -math.inf, 0, 1),
         "AdamW has counted {x:.0f} steps fewer than the run has made",
         "whether a resumed run gets AdamW's moments and its count, and what makes it anew",
     ),

@@ -147,7 +147,7 @@ class NanoLLM(Sampler):
 
     def step(self) -> list[tuple[Request, Completion]]:
         ended = []
-        for output in self.engine.step() if self.running else []:
+        for output in self._step() if self.running else []:
             [found] = output.outputs
             kept = found.sampling_mask.token_ids if self.with_kept_ids else None
             ids, logprobs = list(found.token_ids), list(found.logprobs.logprobs)
@@ -156,6 +156,11 @@ class NanoLLM(Sampler):
             completion = to_completion(self.policy, ids, logprobs, kept, stop)
             ended.append((request, completion))
         return ended
+
+    def _step(self) -> list[Any]:
+        """A step of the engine. vLLM for CPUs moves PyTorch's generator, and does not need it."""
+        with torch.random.fork_rng([], enabled=self.policy.device.type == "cpu"):
+            return self.engine.step()
 
     def clear(self) -> None:
         self.engine.abort_request(list(self.running))
@@ -211,7 +216,7 @@ class NanoLLM(Sampler):
         engine_core = self.engine.engine_core.engine_core
         # vLLM schedules ahead, and removes finished requests with the step after them
         while engine_core.batch_queue or engine_core.scheduler.has_requests():
-            self.engine.step()
+            self._step()
         if self.policy.device.type == "cuda":  # vLLM's CPU build has no sleep()
             self.engine.sleep(level=0)
             self.engine.release_kv_cache_memory()

@@ -69,16 +69,18 @@ def parse(args: list[str]) -> Config:
 
 
 def complete(cfg: Config) -> Config:
-    """The settings that flags would give that say how `cfg` differs from the defaults: over those
-    of the file of `config` or `resume`. Raises UsageError."""
+    """The settings in which `cfg` differs from the defaults, over those of the file of its `config`
+    or `resume`. Raises UsageError."""
     usual = vars(Config())
-    given = {k: _plain(v) for k, v in vars(cfg).items() if v != usual[k] and k != "options"}
-    found, options = parse([*as_words(given)]), cfg.options
-    if options is not None and (cfg.config or cfg.resume):
-        defaults = vars(type(options)())
-        chosen = {k: v for k, v in vars(options).items() if v != defaults[k]}
-        options = replace(found.options, **chosen)  # type: ignore[type-var]
-    return replace(found, options=options or found.options)
+    given = {k: v for k, v in vars(cfg).items() if v != usual[k]}
+    for name in given.keys() & {*SEVERAL}:
+        given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+    base = parse([f"{flag(k)}={given[k]}" for k in ("algo", "config", "resume") if k in given])
+    if "options" in given and (cfg.config or cfg.resume):
+        defaults = vars(type(cfg.options)())
+        chosen = {k: v for k, v in vars(cfg.options).items() if v != defaults[k]}
+        given["options"] = replace(base.options, **chosen)  # type: ignore[type-var]
+    return replace(base, **given | {"resume": base.resume})
 
 
 def config_to_dict(cfg: Config) -> dict[str, Any]:

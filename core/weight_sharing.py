@@ -169,7 +169,8 @@ def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]
 
     Leaves out each parameter that vLLM computes, pads with other numbers, or has in another dtype,
     and all if the loader reads numbers. The second result is the names of the weights that vLLM
-    has to load into those. Changes neither model.
+    has to load into those. Raises RuntimeError for a parameter without a weight. Changes neither
+    model.
     """
     weights = base_weights(model)
     try:
@@ -180,6 +181,8 @@ def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]
     unused, to_load = set(weights), set()
     for name, parameter in engine_model.named_parameters():
         copies = trace.copies[name]
+        if not copies and name not in trace.computed:
+            raise RuntimeError(f"vLLM loads no weight into {name}")
         found = None if name in trace.computed else _views(parameter, copies, weights)
         padding = parameter.numel() - sum(prod(copy.target.shape) for copy in copies)
         is_filled = padding == 0 or (padding > 0 and name in trace.zeroed)

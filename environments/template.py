@@ -48,6 +48,8 @@ class HigherLower(Env):
     Halving finds 7 of 10 in 3 guesses. Set --max-turns to `guesses` at least.
     """
 
+    luck = True  # so a run does not ask that each demonstration is right
+
     def __init__(self, guesses: int = 3) -> None:
         self.guesses = guesses
 

@@ -84,6 +84,20 @@ def test_requests_that_come_while_others_are_sampled_have_the_same_tokens(engine
 
 
 @only_qwen3
+def test_draws_have_the_probabilities_of_the_policy(engine):
+    """A χ² test of the 16 likeliest tokens and all others; 39.3 is exceeded once in 1,000 seeds."""
+    params = SamplingParams(max_tokens=1, temperature=0.5, seed=3)
+    drawn = [c.token_ids[0] for c in sample(engine, [[65, 66, 67]] * 2000, params)]
+    with torch.no_grad():
+        hidden = engine.policy.hidden_states(torch.tensor([[65, 66, 67]]))
+    probs, ids = (engine.policy.to_logits(hidden[0, -1:])[0] / 0.5).softmax(-1).topk(16)
+    expected = 2000 * torch.cat([probs, 1 - probs.sum(0, keepdim=True)])
+    counts = [drawn.count(i) for i in ids.tolist()]
+    found = torch.tensor([*counts, 2000 - sum(counts)])
+    assert expected.min() > 5 and ((found - expected) ** 2 / expected).sum() < 39.3
+
+
+@only_qwen3
 def test_prefix_cache_serves_equal_prompts_until_sync(engine, monkeypatch):
     num_cached = []
     step = engine.engine.step

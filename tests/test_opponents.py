@@ -85,10 +85,11 @@ def test_an_older_copy_samples_with_its_weights_and_the_policy_keeps_its_own(
         for weight in weights:
             weight.add_(0.1 * torch.randn_like(weight))
     now = [weight.detach().clone() for weight in weights]
-    for made.progress["update"] in range(1, 6):
+    (tmp_path / "checkpoint/000000-000012").mkdir(parents=True)  # from which a run may go on
+    for made.progress["update"] in range(1, 21):
         made.save_copy()
-    names = sorted(path.name for path in (tmp_path / "opponents").iterdir())
-    assert names == ["000000", "000002", "000004"]
+    kept = sorted(int(path.name) for path in (tmp_path / "opponents").iterdir())
+    assert kept == [0, 4, 6, 8, 10, 14, 16, 18, 20]
     copy = OlderCopy(policy, made.folder_of(0))
     assert copy.sample(prompts, PARAMS) == before != TorchSampler(policy).sample(prompts, PARAMS)
     assert all(map(torch.equal, weights, now))

@@ -9,7 +9,7 @@ sampler at temperature 1, in evaluations too; nothing of it is trained on, count
 
 `older:k` draws a copy for each task from the last `KEEP`, evenly; evaluations play against that of
 update 0, the policy before RL. The copies are <run>/opponents/<update>/: the trained weights, with
-LoRA only the adapters. A run keeps them all; one that is resumed writes the later ones again.
+LoRA only the adapters. A resumed run finds those that it needs, and writes the later ones again.
 """
 
 import random
@@ -18,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from core import distributed
 from core.config import Config
 from core.context import Agent
 from core.episodes import Episode, RolloutCollector
 from core.faults import UsageError
+from core.files.atomic import remove
 from core.files.checkpoint import copy_weights, publish_weights
 from core.files.models import load_exported
 from core.policy import Policy, borrowed
@@ -89,19 +91,35 @@ class Opponents:
         """The update whose copy plays against the policy in a task."""
         if task_seed in EVAL_SEEDS:
             return 0
-        interval = self.intervals[opponent]
-        newest = max(0, self.progress["update"]) // interval
         drawn = random.Random(derive_seed(seed, OTHER_AGENTS, task_seed))
-        return interval * drawn.choice(range(max(0, newest - KEEP + 1), newest + 1))
+        return drawn.choice(copies_at(self.progress["update"], self.intervals[opponent]))
 
     def folder_of(self, update: int) -> Path:
         return self.folder / f"{update:06d}"
 
     def save_copy(self) -> None:
-        """Writes the copy that is due before the next update."""
-        update = max(0, self.progress["update"])
-        if any(update % interval == 0 for interval in self.intervals.values()):
-            publish_weights(self.folder_of(update), self.policy.trainable())
+        """Writes the copy that is due before the next update, and removes those not needed."""
+        update, intervals = max(0, self.progress["update"]), self.intervals.values()
+        if all(update % interval for interval in intervals):
+            return
+        publish_weights(self.folder_of(update), self.policy.trainable())
+        # a resumed run starts at a checkpoint, whose name ends with its next update
+        saved = [int(p.name[7:]) - 1 for p in self.folder.parent.glob("checkpoint/[0-9]*-[0-9]*")]
+        starts = (update, *saved)
+        needed = {0, *(n for start in starts for k in intervals for n in copies_at(start, k))}
+        for folder in self.folder.glob("[0-9]*"):
+            if int(folder.name) not in needed and distributed.rank() == 0:
+                remove(folder)
+
+
+def copies_at(update: int, interval: int) -> list[int]:
+    """The updates whose copies play while update `update` is the last finished one.
+
+    >>> copies_at(7, 2), copies_at(59, 10), copies_at(-1, 10)
+    ([0, 2, 4, 6], [20, 30, 40, 50], [0])
+    """
+    newest = max(0, update) // interval
+    return [n * interval for n in range(max(0, newest - KEEP + 1), newest + 1)]
 
 
 def load_opponent(folder: str, cfg: Config, policy: Policy) -> Policy:

@@ -71,7 +71,7 @@ def collect(run: Run, update: int, compared: Canary | None = None) -> Collected:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
         usable = selection.drop_failed(fresh, run.say)
-        if update == 1:  # has the algorithm what it needs?
+        if update == run.first_update:  # has the algorithm what it needs?
             selection.check_feedback(cfg, usable)
         if update == 1 and attempt == 0:
             found[0].update(probes.judged_again(cfg, run.collector, usable))

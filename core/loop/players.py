@@ -24,8 +24,10 @@ def open_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str
     names = {env.opponent for env in (*cfg.env, *cfg.eval_env)} - {""}
     if not names:
         return None
-    if cfg.overlap:  # a thread would give the policy the weights of older copies while it trains
-        raise UsageError(f"--overlap does not go with opponent={names.pop()}: remove one of them")
+    # a thread would give the policy the weights of older copies while it trains, and of a model
+    # behind a server there are none
+    for flag in ["--overlap"] * cfg.overlap + ["--sampler openai"] * (cfg.sampler == "openai"):
+        raise UsageError(f"{flag} does not go with opponent={names.pop()}: remove one of them")
     from core.extras.opponents import Opponents
 
     return Opponents(names, cfg, policy, folder, progress)

@@ -69,6 +69,10 @@ class Run:
     canary: Canary = ({}, {})  # of the last rollouts: whether the sampler has the policy's weights
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
+    first_update: int = field(init=False)  # of this process
+
+    def __post_init__(self) -> None:
+        self.first_update = max(1, self.next_update)
 
     @property
     def divergence(self) -> Divergence | None:
