@@ -330,7 +330,7 @@ ROWS = (
         "steps_lost",
         Limit("update/steps_lost", -math.inf, 0, 1),
         "AdamW has counted {x:.0f} steps fewer than the run has made",
-        "whether a resumed run gets AdamW's moments and its count, and what makes it anew",
+        "whether a resumed run restores AdamW's state, and where else an optimizer is made",
     ),
     Fact(
         "passes_lost",

@@ -12,7 +12,8 @@ only thinks about does not.
 >>> call_text("add", a=2, b=3)
 '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
-This is the format of Hermes and Qwen; all other models are told to use it.
+This is the format of Hermes and Qwen. core/chat_template.py rewrites the calls of models with a
+format of their own, and tells all others to use this one.
 """
 
 import inspect

@@ -118,7 +118,7 @@ def is_failure(error: BaseException) -> bool:
 def libraries_of(run: str) -> tuple[str, ...]:
     """The libraries that the file of a program names, in its functions too, and openai."""
     names, source = list[str](), run.rpartition(":")[0]
-    with suppress(OSError, SyntaxError, ValueError):  # what is wrong is said when it is imported
+    with suppress(OSError, SyntaxError, ValueError):  # the import of the file reports these
         for node in ast.walk(ast.parse(find_file(source).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
