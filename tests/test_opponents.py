@@ -90,10 +90,11 @@ def test_an_older_copy_samples_with_its_weights_and_the_policy_keeps_its_own(
         made.save_copy()
     kept = sorted(int(path.name) for path in (tmp_path / "opponents").iterdir())
     assert kept == [0, 4, 6, 8, 10, 14, 16, 18, 20]
-    copy = OlderCopy(policy, made.folder_of(0))
+    folder = tmp_path / "opponents/000000"
+    copy = OlderCopy(policy, folder)
     assert copy.sample(prompts, PARAMS) == before != TorchSampler(policy).sample(prompts, PARAMS)
     assert all(map(torch.equal, weights, now))
-    (made.folder_of(0) / "weights.safetensors").write_bytes(b"")
+    (folder / "weights.safetensors").write_bytes(b"")
     with pytest.raises(UsageError, match="cannot be read"):
         copy.sample(prompts, PARAMS)
 

@@ -1,1 +1,1 @@
-"""What a flag or a command of its own switches on; nothing here is needed by the default run."""
+"""Code that a flag or a separate command switches on. The default run needs none of it."""

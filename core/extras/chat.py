@@ -5,10 +5,10 @@
     python -m core.chat Qwen/Qwen3-0.6B --temperature 0.7
     cat question.txt | python -m core.chat runs/mine      # prints only the answer
 
-A finished run answers with the weights of its model/, any other run with its newest checkpoint; its
-folder is only read. A conversation is one agent of core/episodes.py, so it keeps each answer as the
-token ids that were sampled, as training does. Without a terminal each line of the input is one
-message. Answers go to stdout, everything else goes to stderr.
+A finished run answers with the weights of its model/, any other run with its newest checkpoint. The
+folder of the run is only read. A conversation is one agent of core/episodes.py, so it keeps each
+answer as the token ids that were sampled, as training does. Without a terminal each line of the
+input is one message. Answers go to stdout, everything else goes to stderr.
 """
 
 from core.terminal import cli
@@ -32,7 +32,7 @@ from core.episodes import RolloutCollector
 from core.extras import programs
 from core.faults import Fault, UsageError
 from core.files.checkpoint import copy_weights, find_checkpoint
-from core.files.models import base_model, folder_of_model, load_exported, untrained
+from core.files.models import base_model, folder_of_model, frozen_settings, load_exported
 from core.files.run_log import METRICS, read_records
 from core.loading import has_adapters, load_policy
 from core.memory import out_of_memory_as_one_line
@@ -48,18 +48,18 @@ from environments.plumbing.registry import begin_run
 from environments.plumbing.text import one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · Ctrl-D: end"
-OF_TINY = "tiny knows only its tasks' wording, one task per conversation: try /task"
+TINY_HINT = "tiny knows only its tasks' wording, one task per conversation: try /task"
 
 
 class Speaker:
-    """A policy with its tokenizer, and the conversation that it has had."""
+    """A policy with its tokenizer, and the conversation so far."""
 
     def __init__(self, label: str, policy: Policy, cfg: Config):
         self.label, self.policy = label, policy  # before, trained or model
         self.collector = RolloutCollector(
-            policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt,
-            play_program=programs.play_program, say=_note,
-        )  # fmt: skip
+            policy, cfg.max_turns, cfg.env_timeout, cfg.system_prompt, say=_note
+        )
+        self.collector.play_program = programs.play_program
         self.reset()
 
     def reset(self) -> None:
@@ -67,45 +67,47 @@ class Speaker:
 
 
 def execute(args: list[str]) -> int:
-    """What `python -m core.chat ARGS` does; errors as `cli.execute` reports them."""
+    """Runs `python -m core.chat ARGS`; `cli.execute` reports its errors."""
     return cli.execute(main, args, parse, "core.chat")
 
 
 def parse(args: list[str]) -> tuple[Path | None, bool, Config]:
-    """The folder of the run, None for another model, whether --before is given, and the settings.
+    """The folder of the run (None for another model), whether --before is there, and the settings.
 
-    These are those of the run, or of a default run, with the flags of train.py that follow. Without
-    --temperature answers are greedy. Raises UsageError.
+    The settings are those of the run, or of a default run, with the flags of train.py in `args`.
+    Without --temperature answers are greedy. Raises UsageError.
     """
     if not args or args[0].startswith("-"):
-        raise UsageError("name a run, such as runs/mine, or a model, such as tiny, and then "
-                         f"--before or flags of train.py; {known_runs()}")  # fmt: skip
-    name, words = args[0], [word for word in args[1:] if word != "--before"]
-    own, folder = name in ("tiny", config.SMOLLM2), Path(name).expanduser()
-    run = None if own else find_run(name)
-    of_hub = "/" in name and config.RUNS not in folder.parents
-    if not (run or own or folder.exists() or of_hub):
+        raise UsageError(f"name a run or a model first, such as runs/mine or tiny; {known_runs()}")
+    name, folder = args[0], Path(args[0]).expanduser()
+    flags = [word for word in args[1:] if word != "--before"]
+    is_built_in = name in ("tiny", config.SMOLLM2)
+    run = None if is_built_in else find_run(name)
+    is_hub_id = "/" in name and config.RUNS not in folder.parents
+    if not (run or is_built_in or folder.exists() or is_hub_id):
         raise UsageError(f"{name}: there is no such run; {known_runs()}")
     if "--before" in args and not run:
         raise UsageError(f"--before needs a run; {name} is none")
     source = f"--config={run}" if run else f"--model-id={name}"
-    cfg = config.resolve(settings.parse([source, *words]))
-    if not any(word.startswith("--temperature") for word in words):
+    cfg = config.resolve(settings.parse([source, *flags]))
+    if not any(flag.startswith("--temperature") for flag in flags):
         cfg = replace(cfg, temperature=0.0, top_p=1.0, top_k=0)
     return run, "--before" in args, cfg
 
 
-def main(given: tuple[Path | None, bool, Config]) -> int:
+def main(parsed: tuple[Path | None, bool, Config]) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
-    _, _, cfg = given
+    _, _, cfg = parsed
     begin_run(RunInfo([*map(str, cfg.env)], [*map(str, cfg.eval_env or cfg.env)]))
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
-        speakers, interactive = load_speakers(*given), sys.stdin.isatty()
+        speakers = load_speakers(*parsed)
+    interactive = sys.stdin.isatty()
     if interactive:
-        _note(f"{COMMANDS}\n{OF_TINY}" if cfg.model_id == "tiny" else COMMANDS)
+        _note(f"{COMMANDS}\n{TINY_HINT}" if cfg.model_id == "tiny" else COMMANDS)
     num_played = 0
     for number, line in enumerate(read_lines() if interactive else sys.stdin):
-        text, params = line.strip(), params_of(cfg, derive_seed(cfg.seed, number))
+        text = line.strip()
+        params = params_of(cfg, derive_seed(cfg.seed, number))
         num_played += text == "/task"
         try:
             for speaker in speakers if text else []:
@@ -134,7 +136,7 @@ def read_lines() -> Iterator[str]:
 
 
 def load_speakers(run: Path | None, before: bool, cfg: Config) -> list[Speaker]:
-    """The trained policy, or the model; with `before`, the model before training comes first."""
+    """Loads the trained policy, or the model; with `before`, first the model before training."""
     if not run:
         policy = load_policy(cfg, folder_of_model(cfg.model_id), flag="model")
         _note(f"{cfg.model_id} · {policy.size()}")
@@ -147,7 +149,7 @@ def load_speakers(run: Path | None, before: bool, cfg: Config) -> list[Speaker]:
             _note(f"before: {cfg.model_id}, without the {cfg.sft_steps} warm-start steps")
         first = replace(policy, disables_adapters=True)  # the same weights without them
         if not policy.lora_rank or has_adapters(cfg.model_id):
-            first = load_policy(untrained(cfg), base_model(run, cfg.model_id), flag="model")
+            first = load_policy(frozen_settings(cfg), base_model(run, cfg.model_id), flag="model")
         speakers.insert(0, Speaker("before", first, cfg))
     return speakers
 
@@ -158,8 +160,8 @@ def load_trained(cfg: Config, folder: Path) -> tuple[Policy, Path]:
     If a finished run is resumed with more updates, its model/ is out of date until it finishes
     again; until then the newest checkpoint answers.
     """
-    exported, updates = folder / "model", num_updates(read_records(folder / METRICS))
-    if exported.is_dir() and updates >= cfg.num_updates:
+    exported = folder / "model"
+    if exported.is_dir() and num_updates(read_records(folder / METRICS)) >= cfg.num_updates:
         return load_exported(cfg, folder, "model"), exported
     checkpoint, _ = find_checkpoint(folder)
     if not checkpoint:
@@ -177,17 +179,18 @@ def answer(speaker: Speaker, question: str, params: SamplingParams, label: str =
     Raises UsageError if the conversation does not fit into the context; then, and after Ctrl-C, it
     is unchanged.
     """
-    policy, before = speaker.policy, speaker.agent
-    agent = replace(before, rollout=copy.deepcopy(before.rollout), chat=[*before.chat])
+    policy, present = speaker.policy, speaker.agent
+    agent = replace(present, rollout=copy.deepcopy(present.rollout), chat=[*present.chat])
     message: Message = {"role": "user", "content": question}
-    sampler, shown = TorchSampler(policy), 0  # characters
+    sampler = TorchSampler(policy)
+    num_printed = 0  # characters of the answer
 
-    def show() -> None:
-        nonlocal shown
+    def print_more() -> None:
+        nonlocal num_printed
         for partial in sampler.batch:  # its last character may not be complete yet
             text = to_completion(policy, partial.token_ids, []).text.rstrip("\ufffd")
-            print(printable(text)[shown:], end="", flush=True)
-            shown = len(printable(text))
+            print(printable(text)[num_printed:], end="", flush=True)
+            num_printed = len(printable(text))
 
     if agent.chat:
         agent.chat.append(clean_message(message))
@@ -195,13 +198,13 @@ def answer(speaker: Speaker, question: str, params: SamplingParams, label: str =
         agent.begin([message])
     agent.set_prompt()
     if agent.context_full:
-        raise UsageError(f"the conversation does not fit into {policy.max_length} tokens: "
-                         "/reset forgets it")  # fmt: skip
+        limit = policy.max_length
+        raise UsageError(f"the conversation does not fit into {limit} tokens: /reset forgets it")
     print(label, end="")
     try:
         with policy.adapters():
-            [completion] = sampler.sample([agent.prompt_ids], params, show)
-        print(printable(completion.text)[shown:], end="")
+            [completion] = sampler.sample([agent.prompt_ids], params, print_more)
+        print(printable(completion.text)[num_printed:], end="")
     finally:
         print()
     agent.add(completion)
@@ -225,8 +228,8 @@ def play(speaker: Speaker, cfg: Config, number: int, params: SamplingParams) -> 
         rewards = " ".join(f"{turn.reward:+g}" for turn in rollout.turns)
         facts = [f"reward {rollout.episode_return:g} ({rewards})"]
         facts += [f"{key} {value}" for key, value in rollout.info.items()]
-        facts += ["truncated"] * rollout.episode_truncated
-        facts += [f"the environment failed: {rollout.error}"] * bool(rollout.error)
+        facts += ["truncated"] if rollout.episode_truncated else []
+        facts += [f"the environment failed: {rollout.error}"] if rollout.error else []
         print(printable(" · ".join(facts)))
 
 

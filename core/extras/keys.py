@@ -1,4 +1,4 @@
-"""The API key of a server: in no file and no message, although a server may repeat it."""
+"""The API key of a server. No file and no message shows it, even if the server repeats it."""
 
 import os
 
@@ -16,6 +16,6 @@ def api_key() -> str:
 def safe_line(text: str) -> str:
     """`text` as it may be shown: one line of at most 300 characters, without the key."""
     key = api_key()
-    if len(key) >= 8:  # not "any", for a server that needs none
+    if len(key) >= 8:  # a shorter key is a word such as "any", for a server that needs none
         text = text.replace(key, "[key]")
     return " ".join(text.split())[:300]

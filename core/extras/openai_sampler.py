@@ -5,8 +5,8 @@
 
 The server (Ollama, vLLM, llama.cpp, ...) applies its own chat template and returns text, so
 completions have the token ids of the local tokenizer and log-probs of 0. The openai client waits
-for it, and asks again where it is busy. A request that still fails costs its episode. Before any
-request has succeeded it ends the run, as the address, the key or the model is wrong.
+for the server, and repeats a request if the server is busy. A request that still fails ends its
+episode or, if no request has succeeded yet, the run: the address, the key or the model is wrong.
 """
 
 from functools import partial
@@ -51,8 +51,8 @@ class OpenAISampler(Sampler):
 
     def step(self) -> list[tuple[Request, Completion]]:
         """Waits a moment. A request that failed has a Completion with an `error`."""
-        ended = self.calls.ended(0.01)
-        return [(request, self._completion(*outcome)) for request, outcome in ended]
+        outcomes = self.calls.ended(0.01)
+        return [(request, self._completion(*outcome)) for request, outcome in outcomes]
 
     def clear(self) -> None:
         self.calls.clear()
@@ -73,7 +73,7 @@ class OpenAISampler(Sampler):
         )
 
     def _completion(self, answer: Any, error: BaseException | None) -> Completion:
-        """The answer, or why there is none. Raises UsageError if the server cannot be used."""
+        """The answer, or the reason of its failure. Raises UsageError if no request can succeed."""
         if error is None and not getattr(answer, "choices", None):
             error = openai.OpenAIError(f"the answer is no completion: {answer}")
         if error is not None:
@@ -82,7 +82,8 @@ class OpenAISampler(Sampler):
                 raise UsageError(f"--base-url {self.base_url}: {_reason(error)}")
             return Completion([], [], _reason(error), "error")
         self.works = True
-        text, finish = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+        choice = answer.choices[0]
+        text, finish = choice.message.content or "", choice.finish_reason
         if finish not in ("stop", "length"):
             return Completion([], [], safe_line(f"the answer ended with {finish}"), "error")
         token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
@@ -91,7 +92,7 @@ class OpenAISampler(Sampler):
 
 
 def _reason(error: BaseException) -> str:
-    """Why a request failed, and what to do, in one line."""
+    """One line with the reason why a request failed, and advice."""
     advice = next((text for kind, text in ADVICE.items() if isinstance(error, kind)), "")
     if isinstance(error, openai.APIStatusError):
         return safe_line(f"{advice}status {error.status_code}: {error.response.text}")

@@ -1,14 +1,14 @@
 """An episode whose agent is a program that asks over HTTP (environments/adapters/agent.py).
 
 The program sends whole conversations, as messages; the policy must be trained on the token ids that
-it sampled. `Conversations` remembers the ids of every answer. A request whose messages begin with a
-known conversation continues its ids, and only what is new is rendered. An edited history, a
+it sampled. `Conversations` stores the ids of every answer. A request whose messages begin with a
+stored conversation continues its ids, and only the new messages are rendered. An edited history, a
 summary, a second agent or a parallel call begins a context of its own, or continues an earlier one.
-So a rollout is a tree of contexts, in which each sampled token stands once, after exactly the ids
+So a rollout is a tree of contexts, in which each sampled token occurs once, after exactly the ids
 that it was sampled after.
 
 Messages are compared as clients send them back: role, text without the spaces around it, calls as
-JSON. Ids of calls, thoughts and the exact text only choose between answers that read alike.
+JSON. Ids of calls, thoughts and the exact text only choose between answers that are equal in this.
 """
 
 import json
@@ -36,7 +36,7 @@ from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
 from environments.plumbing.tools import END_OF_THOUGHT, OPENING, name_of, spoken
 
-Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
+Key = tuple[str, ...]  # of a conversation: tools and schema, and the `message_key` of each message
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
 
 
@@ -45,24 +45,25 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
     agent = collector.join(episode, PLAYER)
-    rollout, known = agent.rollout, Conversations(collector.renderer)
+    rollout = agent.rollout
+    conversations = Conversations(collector.renderer)
     while program.asks:
         sampled: list[tuple[Ask, Prompt, Request]] = []
         for ask in program.asks:
             try:
-                prompt = known.prompt(ask)
+                prompt = conversations.prompt(ask)
                 if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:
                     limit = f"the episode has had its {collector.max_turns} turns (--max-turns)"
                     raise Refused(limit, "max_turns")
             except (Refused, UsageError, TypeError, RecursionError) as error:
-                program.over_limit |= isinstance(error, Refused)  # else it is of the template
+                program.over_limit |= isinstance(error, Refused)  # others are of the template
                 ask.refuse(error)
                 continue
             for _ in range(ask.n):
-                stream = known.stream(agent.stream, prompt.ids)
-                asking = Agent(collector.renderer, rollout, stream, chat=prompt.chat)
-                asking.prompt_ids = prompt.ids
-                request = answerer(episode, asking)
+                stream = conversations.stream(agent.stream, prompt.ids)
+                caller = Agent(collector.renderer, rollout, stream, chat=prompt.chat)
+                caller.prompt_ids = prompt.ids
+                request = answerer(episode, caller)
                 assert isinstance(request, Request)
                 request.max_tokens = min(request.max_tokens, ask.max_tokens or request.max_tokens)
                 stop = (*request.params.stop, *ask.stop)
@@ -72,7 +73,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
             if completion.finish_reason == "error":
                 raise EnvFailure(completion.text)
-            prompt.choices.append(known.add(ask, prompt, completion, rollout))
+            prompt.choices.append(conversations.add(ask, prompt, completion, rollout))
             if len(prompt.choices) == ask.n:
                 ask.reply(prompt.choices, len(prompt.ids))
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
@@ -94,13 +95,13 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
 
 @dataclass(eq=False)
 class Prompt:
-    """What a request is answered after."""
+    """The prompt of a request, and its answers so far."""
 
     ids: list[int]
     chat: list[Message]  # as the template renders it, for a server
-    new: list[Message]  # what the log has not seen
+    new: list[Message]  # messages that the log does not have yet
     key: Key
-    choices: list[Choice] = field(default_factory=list)  # of the answer, so far
+    choices: list[Choice] = field(default_factory=list)
 
 
 class Conversations:
@@ -108,33 +109,33 @@ class Conversations:
 
     def __init__(self, renderer: Renderer):
         self.renderer, self.policy = renderer, renderer.policy
-        # the ids up to the end of an answer, by what it reads like, and then exactly
-        self.known: dict[Key, dict[Key, list[int]]] = defaultdict(dict)
-        self.asked = Counter[int]()  # prompts, by checksum
+        # the ids up to the end of an answer, by the conversation's Key and the answer's `exact_key`
+        self.ids_after: dict[Key, dict[Key, list[int]]] = defaultdict(dict)
+        self.prompt_counts = Counter[int]()  # by the checksum of the prompt
 
     def prompt(self, ask: Ask) -> Prompt:
-        """The token ids up to the answer.
+        """The prompt of a request.
 
-        Raises UsageError if the template refuses them, and Refused for more than fits into the
+        Raises UsageError if the template refuses its messages, and Refused if it is longer than the
         context.
         """
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         messages: list[Any] = ask.messages
         whole = chat = [clean_message(message) for message in messages]
-        key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(reads_like, chat))
+        key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(message_key, chat))
         if ask.schema:
             schema = SCHEMA.format(json.dumps(ask.schema, ensure_ascii=False))
             whole = with_system(tokenizer, whole, schema, last=True)
         if self.renderer.system_prompt:
             whole = with_system(tokenizer, whole, self.renderer.system_prompt)
-        end = len(messages) - 1  # at least one message is new
-        while end and key[: end + 1] not in self.known:
+        end = len(messages) - 1  # of the longest stored beginning; at least one message is new
+        while end and key[: end + 1] not in self.ids_after:
             end -= 1
         if not end:
             ids = self.renderer.opening_ids(whole, ask.tools)
         else:
-            alike = self.known[key[: end + 1]]
-            ids = alike.get(exactly(messages[end - 1])) or [*alike.values()][-1]
+            alike = self.ids_after[key[: end + 1]]
+            ids = alike.get(exact_key(messages[end - 1])) or [*alike.values()][-1]
             stop_ids = self.policy.stop_ids
             ids = next_prompt_ids(tokenizer, ids, chat[end:], stop_ids, ask.tools)
         if len(ids) >= limit:
@@ -143,28 +144,27 @@ class Conversations:
         return Prompt(ids, without_tools(tokenizer, whole, ask.tools), chat[end:], key)
 
     def stream(self, agent: int, ids: list[int]) -> int:
-        """The random stream of a request: by its prompt, and how often that was asked.
+        """The random stream of a request with this prompt; another one if the prompt is repeated.
 
-        So it does not depend on the order in which parallel requests arrive.
+        So the stream does not depend on the order in which parallel requests arrive.
         """
         checksum = zlib.crc32(json.dumps(ids).encode())
-        self.asked[checksum] += 1
-        return derive_seed(agent, checksum, self.asked[checksum])
+        self.prompt_counts[checksum] += 1
+        return derive_seed(agent, checksum, self.prompt_counts[checksum])
 
     def add(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> Choice:
-        """Makes a turn of a completion, and the answer to the request."""
+        """Adds a turn with the completion to the rollout; returns the answer to the request."""
         choice = self.choice(ask, completion, f"{ask.id[:8]}{len(rollout.turns)}")
         answer: Any = choice.message
         ids = prompt.ids + completion.token_ids
-        alike = self.known[*prompt.key, reads_like(clean_message(answer))]
-        alike.pop(exactly(answer), None)  # so that the latest is the last
-        alike[exactly(answer)] = ids
+        alike = self.ids_after[*prompt.key, message_key(clean_message(answer))]
+        alike.pop(exact_key(answer), None)  # so that the latest is the last
+        alike[exact_key(answer)] = ids
         tools = rollout.for_log.setdefault("tools", [])
         tools += [name for name in map(name_of, ask.tools) if name not in tools]
-        rollout.turns.append(
-            Turn(prompt.ids, completion.token_ids, completion.logprobs, completion.finish_reason,
-                 kept_ids=completion.kept_ids)
-        )  # fmt: skip
+        turn = Turn(prompt.ids, completion.token_ids, completion.logprobs, completion.finish_reason)
+        turn.kept_ids = completion.kept_ids
+        rollout.turns.append(turn)
         rollout.messages += [*prompt.new, {"role": "assistant", "content": completion.text}]
         prompt.new = []
         return choice
@@ -195,13 +195,13 @@ class Conversations:
         return Choice(message, "tool_calls" if calls else completion.finish_reason, tokens)
 
 
-def reads_like(message: Message) -> str:
-    """What stays of a message when a client sends it back; else it was edited."""
+def message_key(message: Message) -> str:
+    """The parts of a message that a client sends back unchanged, unless it has edited them."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return json.dumps([message["role"], message["content"].strip(), functions], sort_keys=True)
 
 
-def exactly(answer: dict[str, Any]) -> Key:
-    """What tells answers that read alike apart: the ids of calls, or the text and the thought."""
+def exact_key(answer: dict[str, Any]) -> Key:
+    """The ids of calls, or the text and the thought: they differ where `message_key` is equal."""
     ids = tuple(call.get("id", "") for call in answer.get("tool_calls") or ())
     return ids or (answer["content"], answer.get("reasoning_content") or "")

@@ -1,12 +1,11 @@
 """ServerSampler: samples on vLLM's server, on another GPU or machine (runs/scale/README.md).
 
-Token ids go to the server; token ids and the log-probs of the distribution that they were drawn
-from come back, so a turn is as exact as with the other samplers. `sync` writes the LoRA adapter
-into a folder of the run, which the server sees, and lets it load that: vLLM gives it to all engines
-behind the address. Each version has a name and a path of its own, and each completion comes with
-the name of what sampled it, so no token of other weights is trained. (With one name for all, vLLM's
-prefix cache would go on with keys and values of the adapter before.) A server that fails ends the
-run.
+The server gets token ids, and answers with token ids and the log-probs of the distribution that it
+drew them from, so a turn is as exact as with the other samplers. `sync` writes the LoRA adapter
+into a folder of the run, which the server sees, and makes the server load it: vLLM gives it to all
+engines behind the address. Each version has a name of its own, and each completion names the
+version that sampled it, so no token of other weights is trained. (With one name for all, vLLM's
+prefix cache would reuse keys and values of the adapter before.) A server that fails ends the run.
 """
 
 import shutil
@@ -28,12 +27,11 @@ from core.sampler import Request, Sampler, SamplingParams, completion_limit, to_
 from core.seeds import derive_seed
 from core.types import Completion
 
-WAIT_S = 0.01  # for an answer, in one step
 LIMIT = httpx.Timeout(3600.0, connect=60.0)  # seconds for an answer
-AT_ONCE = 1024  # requests that are sent at once; the server batches them
+CONCURRENCY = 1024  # requests that are sent at once; the server batches them
 LOAD = "/v1/load_lora_adapter"
 SAMPLE = "/inference/v1/generate"  # token ids in, token ids out
-FOR_ADAPTERS = "start it with --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+ENABLE_LORA = "start it with --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; "
 PROBE = SamplingParams(max_tokens=16, temperature=0.7)  # unlike 1, it shows other log-probs
 
 
@@ -46,19 +44,19 @@ class ServerSampler(Sampler):
     alone = True
 
     def __init__(self, policy: Policy, base_url: str, folder: Path):
-        self.policy, self.folder = policy, folder.absolute()
+        self.policy = policy
+        self.folder = folder.absolute()
         self.url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else {}
         # vLLM closes connections that are idle for 5 s: shortly before that, use a new one
         pool = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         self.client = httpx.Client(headers=headers, timeout=LIMIT, limits=pool, trust_env=False)
-        self.calls = Calls(AT_ONCE)
+        self.calls = Calls(CONCURRENCY)
         dtype = str(policy.dtype).removeprefix("torch.")
-        advice = (f"start it with the model of --model-id, --dtype {dtype} and "
-                  "--logprobs-mode processed_logprobs")  # fmt: skip
+        advice = f"start it with this model, --dtype {dtype}, --logprobs-mode processed_logprobs"
         prompts = [policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)]
         try:
-            with canary.noise(policy):  # a new adapter changes nothing, so nothing would show
+            with canary.noise(policy):  # a new adapter changes nothing: it would hide mistakes
                 self.sync()
                 subject = f"--base-url {self.url}"
                 gap = canary.check_gap(policy, self, prompts, PROBE, subject, advice)
@@ -71,17 +69,16 @@ class ServerSampler(Sampler):
         self.remark = f"vLLM's server samples; its log-probs differ by {gap:.1e} nats from ours"
 
     def sync(self) -> None:
-        """Gives the server the present adapter. Sets `sync_seconds`.
+        """Gives the server the present adapter, and sets `sync_seconds`.
 
-        If that fails, the next request says so: by then the update can be saved.
+        If that fails, the next request raises NoServer: by then the update can be saved.
         """
-        begun = perf_counter()
+        started = perf_counter()
         self.name, self.failure = distributed.broadcast_from_rank_0(self._load)
-        self.sync_seconds = perf_counter() - begun
+        self.sync_seconds = perf_counter() - started
 
     def _load(self) -> tuple[str, NoServer | None]:
-        """Writes the adapter under a name that no other one has had, and lets the server load it.
-        Returns the name, and what went wrong."""
+        """Writes the adapter under a new name; the server loads it. Returns the name, an error."""
         path = self.folder / f"picorl-{uuid.uuid4().hex}"
         shutil.rmtree(self.folder, ignore_errors=True)  # the adapter before
         # True or "auto" would ask the Hub about the base model, at each update
@@ -96,7 +93,7 @@ class ServerSampler(Sampler):
         """As `Sampler.add`. Raises NoServer if the server has not loaded the present adapter."""
         if self.failure:
             raise self.failure
-        wanted = {
+        params = {
             "max_tokens": completion_limit(self.policy, request),
             "temperature": request.params.temperature,
             "seed": derive_seed(request.seed, request.stream) % 2**31,
@@ -105,28 +102,29 @@ class ServerSampler(Sampler):
             "ignore_eos": True,
             "detokenize": False,
         }
-        body = {"model": self.name, "token_ids": request.prompt, "sampling_params": wanted}
-        self.calls.start(request, partial(self._sampled, body, request.params.stop))
+        body = {"model": self.name, "token_ids": request.prompt, "sampling_params": params}
+        self.calls.start(request, partial(self._completion, body, request.params.stop))
 
     def step(self) -> list[tuple[Request, Completion]]:
         """As `Sampler.step`. Raises NoServer if the server fails."""
-        ended = self.calls.ended(WAIT_S)
-        if errors := [error for _, (_, error) in ended if error is not None]:
-            raise errors[0]
-        return [(request, completion) for request, (completion, _) in ended]
+        outcomes = self.calls.ended(0.01)  # waits that many seconds for an answer
+        for _, (_, error) in outcomes:
+            if error is not None:
+                raise error
+        return [(request, completion) for request, (completion, _) in outcomes]
 
-    def _sampled(self, body: dict[str, Any], stop: tuple[str, ...]) -> Completion:
+    def _completion(self, body: dict[str, Any], stop: tuple[str, ...]) -> Completion:
         """A completion of the adapter that `body` names; runs in a thread. Raises NoServer."""
-        answer = self._ask(SAMPLE, body)
-        with suppress(ValueError, LookupError, TypeError):  # of what is no answer of vLLM's
-            found = answer.json()
-            [choice] = found["choices"]
-            ids, content = choice["token_ids"], choice["logprobs"]["content"]
-            is_whole = choice["finish_reason"] in ("stop", "length") and len(content) == len(ids)
-            if found["model"] == body["model"] and is_whole:
-                logprobs = [token["logprob"] for token in content]
+        response = self._ask(SAMPLE, body)
+        with suppress(ValueError, LookupError, TypeError):  # of an answer that is not vLLM's
+            answer = response.json()
+            [choice] = answer["choices"]
+            ids = choice["token_ids"]
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            is_whole = choice["finish_reason"] in ("stop", "length") and len(logprobs) == len(ids)
+            if answer["model"] == body["model"] and is_whole:
                 return to_completion(self.policy, ids, logprobs, stop=stop)
-        raise self._failure(f"no whole completion of {body['model']}: {answer.text}")
+        raise self._failure(f"no whole completion of {body['model']}: {response.text}")
 
     def _ask(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """The answer of the server; runs in threads, too. Raises NoServer."""
@@ -135,12 +133,12 @@ class ServerSampler(Sampler):
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._failure(f"{type(error).__name__} {error}") from None
         if response.status_code != 200:
-            hint = f"{FOR_ADAPTERS}; " if response.status_code == 404 else ""
+            hint = ENABLE_LORA if response.status_code == 404 else ""
             raise self._failure(f"{hint}status {response.status_code}: {response.text}")
         return response
 
-    def _failure(self, words: str) -> NoServer:
-        return NoServer(f"--base-url {self.url}: {safe_line(words)}")
+    def _failure(self, reason: str) -> NoServer:
+        return NoServer(f"--base-url {self.url}: {safe_line(reason)}")
 
     def clear(self) -> None:
         self.calls.clear()

@@ -1,8 +1,8 @@
 """The reference policy of `--kl-coef`: the policy before RL, its base model, or a teacher.
 
-With LoRA the reference is the base model with the adapters switched off; it does not contain what a
-warm start, or the run whose adapters are trained on, taught them. Full fine-tuning needs a frozen
-copy of all weights, which is saved in the run's folder, so that a resumed run has the same
+With LoRA the reference is the base model with the adapters switched off. It lacks what the adapters
+learnt in a warm start, or in an earlier run whose adapters go on training. Full fine-tuning needs a
+frozen copy of all weights, which is saved in the run's folder, so that a resumed run has the same
 reference. `--teacher` is another model with the same tokens: the KL then pulls the policy toward it
 on the policy's own samples, which is on-policy distillation (arXiv:2306.13649).
 """
@@ -10,16 +10,13 @@ on the policy's own samples, which is on-policy distillation (arXiv:2306.13649).
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from core.config import Config
 from core.faults import UsageError
 from core.files.checkpoint import copy_weights, publish_weights
-from core.files.models import folder_of_model, untrained
+from core.files.models import folder_of_model, settings_beside
 from core.loading import load_policy
 from core.policy import Policy
-
-FOLDER = "reference"
 
 
 def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Policy:
@@ -30,7 +27,8 @@ def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Poli
     if policy.lora_rank:
         return replace(policy, value_head=None, disables_adapters=True)
     frozen = copy.deepcopy(policy.model).requires_grad_(False)
-    folder, weights = run_folder / FOLDER, dict(frozen.named_parameters())  # tied ones once
+    folder = run_folder / "reference"
+    weights = dict(frozen.named_parameters())  # tied weights once
     if next_update > 1:
         copy_weights(folder, weights)
     else:
@@ -40,9 +38,8 @@ def freeze_reference(policy: Policy, run_folder: Path, next_update: int) -> Poli
 
 def load_teacher(cfg: Config, policy: Policy) -> Policy:
     """The model of `--teacher`. Raises UsageError if its token ids differ from the policy's."""
-    dtype: Any = str(policy.dtype).removeprefix("torch.")
-    plain = replace(untrained(cfg), device=str(policy.device), dtype=dtype, template_options="")
-    teacher = load_policy(plain, folder_of_model(cfg.teacher), flag="--teacher")
+    settings = replace(settings_beside(cfg, policy), template_options="")
+    teacher = load_policy(settings, folder_of_model(cfg.teacher), flag="--teacher")
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
     teacher.model.requires_grad_(False)
@@ -50,7 +47,7 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
 
 
 def reference_bytes(cfg: Config, policy: Policy) -> int:
-    """Bytes that the frozen copy of the policy will allocate."""
+    """Bytes that `freeze_reference` will allocate for its copy of the policy."""
     if not cfg.kl_coef or cfg.teacher or policy.lora_rank:
         return 0
     return sum(p.numel() for p in policy.model.parameters()) * policy.dtype.itemsize
