@@ -17,7 +17,7 @@ from core.files.checkpoint import (
     START,
     export_model,
     find_checkpoint,
-    kind_of,
+    layout_of,
     load_checkpoint,
     load_older,
     save_checkpoint,
@@ -125,7 +125,7 @@ def test_a_state_of_another_optimizer_is_rejected_before_it_is_loaded(run, chang
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(UsageError, match=r"optimizer\.pt.* is not of this optimizer"):
         load_checkpoint(folder, policy, optimizer)
-    assert kind_of(optimizer.state_dict()) == kind_of(before)
+    assert layout_of(optimizer.state_dict()) == layout_of(before)
     (folder / checkpoint.OPTIMIZER).write_bytes(b"no state")
     with pytest.raises(UsageError, match=r"optimizer\.pt.* is not a state"):
         load_checkpoint(folder, policy, optimizer)

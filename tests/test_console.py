@@ -19,7 +19,7 @@ def test_a_terminal_and_a_pipe_show_the_same_lines(monkeypatch, terminal):
     console = Console(file=io.StringIO(), width=40, highlight=False, force_terminal=terminal)
     meanings, checks = {"worked": "fraction that spell"}, []
     with Display("picoRL · x", console, meanings=meanings, num_updates=2) as display:
-        with display.phase("rollouts", 3, done=2, check=lambda: checks.append(1)) as advance:
+        with display.phase("rollouts", 3, completed=2, check=lambda: checks.append(1)) as advance:
             advance()
             assert [task.completed for task in display.progress.tasks] == [3] and checks
         display.update(1, RECORD)

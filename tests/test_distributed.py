@@ -134,7 +134,7 @@ def test_only_the_first_rank_of_a_machine_says_that_a_run_stopped(monkeypatch, c
 def test_a_run_of_several_processes_is_resumed_with_torchrun(monkeypatch):
     for ranks, launcher in ((1, "python"), (4, "torchrun ..")):
         as_rank(monkeypatch, 0, ranks)
-        assert run_folder.train_command("--resume", "a") == f"{launcher} train.py --resume a"
+        assert run_folder.start_command([], "--resume", "a") == f"{launcher} train.py --resume a"
 
 
 def test_more_processes_than_gpus_are_one_line(monkeypatch):

@@ -60,7 +60,7 @@ def test_the_last_step_that_was_taken_counts_and_the_largest_gradient_is_no_unit
     stats.seen = [(0, torch.tensor(rows).double()), (1, torch.tensor(rows)[:, :2].double() * 2)]
     stats.seen[1][1][0] = torch.tensor([2.0, 0.0])  # their numbers
     stats.pushes, stats.approx_kl = [4.0, 8.0], kl
-    found = token_traces.of_last_steps(cfg, torch.tensor([True, True, True]), stats)
+    found = token_traces.last_step_vectors(cfg, torch.tensor([True, True, True]), stats)
     assert (found["share"].tolist(), found["now"].tolist()) == (share, now)
 
 
@@ -91,7 +91,7 @@ def test_whole_groups_within_the_budget_are_traced_and_at_least_one():
 
 def test_a_character_of_several_tokens_appears_at_its_last_token(policy):
     ids = policy.tokenizer.encode("aé≠b", add_special_tokens=False)
-    assert token_traces.pieces(policy.tokenizer, ids) == ["a", "", "é", "", "", "≠", "b"]
+    assert token_traces.token_texts(policy.tokenizer, ids) == ["a", "", "é", "", "", "≠", "b"]
 
 
 def test_the_direction_of_an_update_is_the_correlation_within_groups():

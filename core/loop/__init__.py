@@ -1,1 +1,1 @@
-"""What train.py opens: a run and its outputs."""
+"""Opens a run and its outputs for train.py, and does its work between two updates."""

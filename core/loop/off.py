@@ -1,4 +1,4 @@
-"""What the loop of train.py does for flags that are off by default."""
+"""Two parts of the loop of train.py that do nothing by default; flags switch them on."""
 
 import torch
 from torch import Tensor
@@ -11,35 +11,39 @@ from core.scoring import score_tokens
 
 
 def score_first(run: Run, batch: Batch) -> None:
-    """Sets π_old and PPO's values where they are needed before the first step, and π_ref.
+    """Scores the S sampled tokens before the first gradient step, where something needs it.
 
-    π_old is needed then if there are several steps, a value head, or advantages made of it.
+    The policy's log-probs become `old_logprobs` (π_old) and the values of its value head become
+    `old_values`. An update of several steps needs them, and so do advantages that are computed from
+    them, such as PPO's. The reference's log-probs become `ref_logprobs` (π_ref).
     """
     if run.scores_first:
-        found = score_tokens(run.policy, batch, run.cfg.temperature)
-        batch.add({f"old_{name}": x for name, x in found.items()})
+        scores = score_tokens(run.policy, batch, run.cfg.temperature)  # logprobs, values: [S]
+        batch.add({f"old_{name}": vector for name, vector in scores.items()})
     if run.reference:
-        found = score_tokens(run.reference, batch, run.cfg.temperature)
-        batch.ref_logprobs = found["logprobs"]
+        scores = score_tokens(run.reference, batch, run.cfg.temperature)
+        batch.ref_logprobs = scores["logprobs"]
 
 
 def regularizers(run: Run, tokens: Tokens) -> Tensor:
-    """What --entropy-coef and --kl-coef add to the loss; by default 0.
+    """The entropy bonus and the KL penalty, a scalar that is added to the loss; by default 0.
 
-    Each token's term has the factors of the policy loss: token weight, importance weight and the
-    policy ratio ρ = π / π_old. ρ is not clipped here: where GRPO's clip has removed a token's
-    gradient, these terms keep theirs.
+        -entropy_coef Σ w ρ entropy + kl_coef Σ w weighted_kl
+
+    w is the token weight times the importance weight; ρ = π / π_old, the policy ratio, is a factor
+    of `weighted_kl`, too. These terms are not clipped, as the policy loss is.
     """
-    cfg, added = run.cfg, torch.zeros((), device=run.policy.device)
+    cfg = run.cfg
+    total = torch.zeros((), device=run.policy.device)
     if not cfg.entropy_coef and not run.reference:
-        return added
+        return total
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()  # [n]
-    weights = tokens.token_weights * tokens.importance_weights
+    weights = tokens.token_weights * tokens.importance_weights  # [n]
     if cfg.entropy_coef:
         bonus = (weights * ratio.detach() * tokens.entropy).sum()
-        added = added - cfg.entropy_coef * bonus
+        total = total - cfg.entropy_coef * bonus
     if run.reference:
         weighted_kl = run.algorithm.weighted_kl or kl.weighted_kl
-        found = weighted_kl(tokens.logprobs, ratio, tokens.ref_logprobs, cfg.kl_estimator)
-        added = added + cfg.kl_coef * (weights * found).sum()
-    return added
+        penalty = weighted_kl(tokens.logprobs, ratio, tokens.ref_logprobs, cfg.kl_estimator)
+        total = total + cfg.kl_coef * (weights * penalty).sum()
+    return total

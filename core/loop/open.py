@@ -23,12 +23,12 @@ from environments.base import RunInfo
 
 @contextmanager
 def open_run(cfg: Config) -> Iterator[Run]:
-    """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
+    """Opens everything that a run needs, in a new folder or in that of `cfg.resume`.
 
     `run.cfg` has the settings with all defaults; the largest micro-batch fits into memory. Ctrl-C,
     SIGTERM, SIGHUP and SIGUSR1 save the run and raise Stopped. On exit, writes report.html,
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
-    for invalid settings; then no new folder is left behind.
+    for invalid settings, and then removes the folder of a new run.
     """
     cfg, info = prepare(cfg)
     algorithm = load_algorithm(cfg)
@@ -40,8 +40,7 @@ def open_run(cfg: Config) -> Iterator[Run]:
         with lock if is_writer else nullcontext():
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else Path(scratch_dir)
-            opened = _opened(cfg, info, algorithm, folder, log_dir)
-            with opened as run, run.saved_when_ended():
+            with _open(cfg, info, algorithm, folder, log_dir) as run, run.save_when_stopped():
                 memory.probe_peak_memory(cfg, run.policy, run.optimizer, run.say)
                 yield run
             run.finish()
@@ -59,13 +58,13 @@ def prepare(cfg: Config) -> tuple[Config, RunInfo]:
 
 
 @contextmanager
-def _opened(
+def _open(
     cfg: Config, info: RunInfo, algorithm: Algorithm, folder: Path, log_dir: Path
 ) -> Iterator[Run]:
-    """The run, open: weights first, then its files, then what shows and plays."""
+    """Opens the weights first, then the files, then the display and the environments."""
     saved, progress = distributed.broadcast_from_rank_0(lambda: checkpoint.find_checkpoint(folder))
-    others = "--optimizer adamw8bit, a lower --max-model-len or a smaller model"
-    with memory.out_of_memory_as_one_line(lambda: f"Use {memory.SMALLER}, {others}"):
+    smaller = f"{memory.SMALLER}, --optimizer adamw8bit, a lower --max-model-len or a smaller model"
+    with memory.out_of_memory_as_one_line(lambda: f"Use {smaller}"):
         policy = load_run_policy(cfg, folder, bool(saved))
         opponents = players.open_opponents(cfg, policy, folder, progress)
         optimizer = optimizer_for(cfg, policy)  # a warm start sets its own learning rate
@@ -74,7 +73,7 @@ def _opened(
             checkpoint.load_checkpoint(saved, policy, optimizer)
             older.extend(checkpoint.load_older(saved))
         teacher = load_teacher(cfg, policy) if cfg.teacher else None
-        reserved = reference_bytes(cfg, policy)
+        reserved = reference_bytes(cfg, policy)  # `begin` allocates them later
         sampler = players.open_sampler(cfg, policy, algorithm, reserved, folder)
         budget = memory.set_micro_batch_budget(policy, cfg, reserved + optimizer.gradient_bytes())
     with (
@@ -93,8 +92,9 @@ def _opened(
         lines.append(f"report: {folder / 'report.html'}  (there before update 1; reload it)")
         for line in filter(None, lines):
             display.say(line)
-        yield Run(
-            cfg, info, algorithm, policy, optimizer, collector, sampler,
-            folder, log, display, interrupt, progress, older, teacher,
-            save_copy=opponents.save_copy if opponents else lambda: None,
-        )  # fmt: skip
+        training = cfg, info, algorithm, policy, optimizer, collector, sampler
+        outputs = folder, log, display, interrupt, progress
+        run = Run(*training, *outputs, older=older, reference=teacher)
+        if opponents:
+            run.save_copy = opponents.save_copy
+        yield run

@@ -1,5 +1,4 @@
-"""Whom a run asks: the sampler, the environments, and opponents. Each extra is imported if it is
-used."""
+"""Opens the sampler, the environments and the opponents of a run; imports only extras in use."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +23,10 @@ def open_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str
     names = {env.opponent for env in (*cfg.env, *cfg.eval_env)} - {""}
     if not names:
         return None
-    # a thread would give the policy the weights of older copies while it trains, and of a model
-    # behind a server there are none
-    for flag in ["--overlap"] * cfg.overlap + ["--sampler openai"] * (cfg.sampler == "openai"):
+    # the thread of --overlap would give the policy the weights of older copies while it trains; a
+    # model behind a server has no weights here
+    if cfg.overlap or cfg.sampler == "openai":
+        flag = "--overlap" if cfg.overlap else "--sampler openai"
         raise UsageError(f"{flag} does not go with opponent={names.pop()}: remove one of them")
     from core.extras.opponents import Opponents
 
@@ -36,7 +36,7 @@ def open_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str
 def open_sampler(
     cfg: Config, policy: Policy, algorithm: Algorithm, reserved: int, folder: Path
 ) -> Sampler:
-    """The sampler of --sampler. `reserved`: bytes of GPU memory that others will allocate."""
+    """The sampler of --sampler. `reserved`: bytes of GPU memory that the reference will need."""
     if cfg.overlap and distributed.num_ranks() > 1:  # two threads would exchange at once
         raise UsageError("--overlap does not go with several processes: remove it, or torchrun")
     if cfg.sampler == "openai":
@@ -50,11 +50,8 @@ def open_sampler(
     if algorithm.draw:
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept
-    drops_tokens = cfg.top_p < 1 or cfg.top_k > 0
-    return make_sampler(
-        cfg.sampler, policy, cfg.gpu_memory_utilization, reserved,
-        with_kept_ids=drops_tokens, num_rollouts=num_rollouts(cfg),
-    )  # fmt: skip
+    options = {"with_kept_ids": cfg.top_p < 1 or cfg.top_k > 0, "num_rollouts": num_rollouts(cfg)}
+    return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, reserved, **options)
 
 
 def num_rollouts(cfg: Config) -> int:
@@ -67,8 +64,9 @@ def num_rollouts(cfg: Config) -> int:
     0
     """
     for spec in (*cfg.env, *cfg.eval_env):
-        made: Any = spec.constructor  # a function may return a game of several agents
-        if not isinstance(made, type) or not issubclass(made, Env) or is_program(spec):
+        constructor: Any = spec.constructor  # a function may return a game of several agents
+        is_class = isinstance(constructor, type)
+        if not is_class or not issubclass(constructor, Env) or is_program(spec):
             return 0
     trained = cfg.num_prompts * cfg.group_size if cfg.num_updates else 0
     evaluated = cfg.eval_num_tasks * len(cfg.eval_env or cfg.env)
@@ -78,26 +76,26 @@ def num_rollouts(cfg: Config) -> int:
 def open_collector(
     cfg: Config, policy: Policy, opponents: Any, say: Callable[[str], None]
 ) -> RolloutCollector:
-    """What plays the episodes. Raises UsageError for data that does not go with the settings."""
+    """Plays the episodes. Raises UsageError if the rows of `rewarded` do not suit the settings."""
     envs = (*cfg.env, *cfg.eval_env)
     for spec in dict.fromkeys(env for env in envs if env.name == "rewarded"):
         env: Any = make(spec)
         if cfg.overlap and not env.waits:
-            # as math-verify's alarm raises there, all answers would be wrong
-            raise UsageError("--overlap calls reward functions in a second thread: make them "
-                             "async, or remove it")  # fmt: skip
+            # math-verify's alarm raises in a second thread, so all answers would be wrong
+            raise UsageError(
+                "--overlap needs async reward functions: make them async, or remove it"
+            )
         prompt = env.train[0][env.prompt]
         if not env.raw and isinstance(prompt, str) and is_rendered(prompt):
-            raise UsageError(f"--env {spec}: a prompt has the chat template around it already: add "
-                             "raw=true to take it as it is, or give messages")  # fmt: skip
+            advice = "add raw=true to take it as it is, or give messages"
+            raise UsageError(f"--env {spec}: a prompt contains the chat template: {advice}")
         say(f"{spec.short}: {env.what_is_right}")
-    play_program: Any = None
+    collector = RolloutCollector(policy, cfg.max_turns, cfg.env_timeout, cfg.system_prompt, say=say)
+    collector.shows_right = "feedback" in needs(cfg)
+    if opponents:
+        collector.redirect = opponents.redirect
     if any(map(is_program, envs)):
         from core.extras import programs
 
-        play_program = programs.play_program
-    return RolloutCollector(
-        policy, cfg.max_turns, cfg.env_timeout, system_prompt=cfg.system_prompt,
-        redirect=opponents.redirect if opponents else None,
-        shows_right="feedback" in needs(cfg), play_program=play_program, say=say,
-    )  # fmt: skip
+        collector.play_program = programs.play_program
+    return collector

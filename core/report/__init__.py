@@ -1,4 +1,4 @@
-"""Reports about runs, made from their logs: README.md, curves.png, report.html, comparisons."""
+"""Reports about runs, made from their logs: README.md, curves.png, report.html, compare.html."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ PAGES = ("README.md", "curves.png", "report.html")
 
 
 def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAGES) -> list[str]:
-    """Writes README.md, report.html and, after the first update, curves.png of a run; or those of
-    `names` alone.
+    """Writes those pages of a run that `names` has; curves.png only after the first update.
 
     `config` holds the settings of the run, as config.yaml does. Returns a line for each page that
     cannot be made of this log; the others are written. Raises OSError if the disk fails.
@@ -23,7 +22,8 @@ def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAG
     from core.report.page import write_page
     from core.report.summary import algorithm_title, write_readme
 
-    failed, records = [], read_records(folder / METRICS)
+    records = read_records(folder / METRICS)
+    failures: list[str] = []
     for name in names:
         try:
             if name == "README.md":
@@ -36,11 +36,11 @@ def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAG
                 title = f"{algorithm_title(config)} on {short_names(config['env'])}"
                 title += f" · {config['model_id']} · seed {config['seed']}"
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # names without a font, or without room
+                    warnings.simplefilter("ignore")  # about fonts that lack a name's characters
                     draw_curves(folder / name, records, title, meanings(config["env"]))
         except (OSError, Fault):
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(error)[:200]}"
-            failed.append(f"{folder / name} cannot be made: {reason}")
-    return failed
+            failures.append(f"{folder / name} cannot be made: {reason}")
+    return failures

@@ -3,8 +3,8 @@
     python -m core.report.compare runs/a runs/b
     python -m core.report.compare --board "runs/*"    # the contest of a room
 
-Prints a line for each run, that with the fewest tokens first. Beside the first run, writes
-`compare.html`, one page with the reports of all runs.
+Prints a line for each run, the one with the fewest tokens first. Writes `compare.html`, one page
+with the reports of all runs, beside the first run.
 """
 
 import glob
@@ -37,18 +37,18 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False) -
         board: only print the runs with a budget, --max-sampled-tokens, by their accuracy; folders
             that are not runs are left out, so runs/* will do
     """
-    found: dict[Path, Run] = {}
-    for folder in (folder for run in runs for folder in matching(run)):
+    logs: dict[Path, Run] = {}
+    for folder in itertools.chain.from_iterable(map(expand_pattern, runs)):
         if is_run(folder):
             settings = read_settings(folder / "config.yaml")
-            found[folder] = settings, read_records(folder / METRICS)
+            logs[folder] = settings, read_records(folder / METRICS)
         elif not board:
             raise UsageError(f"{folder}: not the folder of a run (it has no {METRICS})")
-    for line in lines(found, board):
+    for line in lines(logs, board):
         print(printable(line))
     if not board:
-        page = next(iter(found)).resolve().parent / "compare.html"
-        write_page(page, [(folder, config) for folder, (config, _) in found.items()])
+        page = next(iter(logs)).resolve().parent / "compare.html"
+        write_page(page, [(folder, config) for folder, (config, _) in logs.items()])
         print("Tokens are counted up to an evaluation: --eval-every 1 gives an exact order.")
         print(f"side by side: {page}")
 
@@ -57,45 +57,51 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file()
 
 
-def matching(run: Path) -> list[Path]:
-    """The runs that a pattern such as runs/* stands for, which PowerShell does not expand."""
-    return [*filter(is_run, map(Path, sorted(glob.glob(str(run)))))] or [run]
+def expand_pattern(pattern: Path) -> list[Path]:
+    """The runs that match, such as runs/*, which PowerShell does not expand; else `pattern`."""
+    return [*filter(is_run, map(Path, sorted(glob.glob(str(pattern)))))] or [pattern]
 
 
 def lines(runs: dict[Path, Run], board: bool = False) -> list[str]:
-    """The environments, and below each a line for every run that it evaluated.
+    """The environments, and below each a line for every run with evaluations of it.
 
     Runs are ordered by the tokens that they sampled until the target accuracy; those that did not
     reach it follow, by their final accuracy. On a `board` only accuracy counts, among runs with the
-    same budget of tokens; where intervals overlap, the order may be chance. Raises UsageError if
-    there is nothing to show.
+    same budget of tokens. Raises UsageError if there is nothing to show.
     """
-    rows: list[tuple[str, float, float, str]] = []
+    rows: list[tuple[str, float, float, str]] = []  # title, tokens, -accuracy, line
     for folder, (config, records) in runs.items():
-        budget, tasks = config["max_sampled_tokens"], config["eval_num_tasks"]
-        evaluated = results.before_after(records)
-        for title, first, last in evaluated[:1] if board and budget else evaluated * (not board):
-            needed, final = results.tokens_to_target(title, records), last[f"eval/{title}/accuracy"]
-            reached = "not reached" if needed is None else f"after {needed:,} tokens"
+        budget = config["max_sampled_tokens"]
+        evaluations = results.before_after(records)
+        if board:
+            evaluations = evaluations[:1] if budget else []
+        for env, first, last in evaluations:
+            tokens = results.tokens_to_target(env, records)
+            reached = "not reached" if tokens is None else f"after {tokens:,} tokens"
             cost = f"{results.sampled_tokens(records):,} tokens, {results.minutes(records):.1f} min"
-            how = f"{folder}: {algorithm_title(config)} from {config['model_id']}"
-            change = f"{accuracy_of(title, first)} -> {accuracy_of(title, last)}"
-            line = f"  {change}  {how}; {results.TARGET_ACCURACY} {reached}; {cost}"
+            run = f"{folder}: {algorithm_title(config)} from {config['model_id']}"
+            change = f"{accuracy_of(env, first)} -> {accuracy_of(env, last)}"
+            line = f"  {change}  {run}; {results.TARGET_ACCURACY} {reached}; {cost}"
+            title, order = env, math.inf if tokens is None else tokens
             if board:
-                title, needed = f"{title}, {tasks} held-out tasks, {budget:,} sampled tokens", 0
-            rows.append((title, math.inf if needed is None else needed, -final, line))
+                title += f", {config['eval_num_tasks']} held-out tasks, {budget:,} sampled tokens"
+                order = 0
+            rows.append((title, order, -last[f"eval/{env}/accuracy"], line))
     if not rows:
-        budget = " and a budget, --max-sampled-tokens" * board
-        raise UsageError(f"name runs with an evaluation{budget}, such as runs/a runs/b")
-    boards = itertools.groupby(sorted(rows), key=lambda row: row[0])
-    return [line for title, some in boards for line in (title, *(row[-1] for row in some))]
+        condition = " and a budget, --max-sampled-tokens" * board
+        raise UsageError(f"name runs with an evaluation{condition}, such as runs/a runs/b")
+    texts: list[str] = []
+    for title, group in itertools.groupby(sorted(rows), key=lambda row: row[0]):
+        texts += [title, *(line for *_, line in group)]
+    return texts
 
 
 def main(args: list[str]) -> int:
-    """Runs the command; returns the exit code, 2 after invalid input, 1 if the disk fails."""
-    prog = "python -m core.report.compare"
-    return cli.execute(lambda given: tyro.cli(compare, args=given, prog=prog) or 0, args,
-                   lambda given: given, "core.report.compare")  # fmt: skip
+    def run(words: list[str]) -> int:
+        tyro.cli(compare, args=words, prog="python -m core.report.compare")
+        return 0
+
+    return cli.execute(run, args, lambda words: words, "core.report.compare")
 
 
 if __name__ == "__main__":

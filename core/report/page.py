@@ -47,25 +47,26 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
 def pack_rollouts(folder: Path, room: int) -> tuple[list[Record], str]:
     """Packs the rollouts of a run into at most `room` bytes of JSON.
 
-    Returns one object per batch (the rollouts of an update or of an evaluation), and what was left
-    out: the batches that do not fit, those in the middle of the run first.
+    Returns one object per batch (the rollouts of an update or of an evaluation), and a text about
+    the batches that do not fit: those in the middle of the run are left out first.
     """
     files = (iter_records(folder / name) for name in (OLD_ROLLOUTS, ROLLOUTS))
-    rows = (row for file in files for row in file if "kind" in row)
+    rows = (row for row in itertools.chain.from_iterable(files) if "kind" in row)
     batches = list[Record]()
-    for (kind, update), of_batch in itertools.groupby(rows, lambda r: (r["kind"], r["update"])):
-        some = list(of_batch)  # the first and last ones fit, however large
-        groups = _groups(some, min(TEXT_CHARS, room // 8 // len(some)))
-        batches.append({"kind": kind, "update": update, "groups": groups})
-    last, left = len(batches) - 1, set[int]()
-    for i in sorted(range(len(batches)), key=lambda i: (min(i, last - i), -i)):
-        size = len(to_json(batches[i])) + 1
+    for (kind, update), group in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):
+        batch_rows = list(group)
+        chars = min(TEXT_CHARS, room // 8 // len(batch_rows))  # so that the first and last ones fit
+        batches.append({"kind": kind, "update": update, "groups": _groups(batch_rows, chars)})
+    last, left_out = len(batches) - 1, set[int]()
+    for number in sorted(range(len(batches)), key=lambda i: (min(i, last - i), -i)):
+        size = len(to_json(batches[number])) + 1
         if size > room:
-            left.add(i)
+            left_out.add(number)
         else:
             room -= size
-    text = f"the rollouts of {len(left)} of {len(batches)} updates and evaluations" if left else ""
-    return [batch for i, batch in enumerate(batches) if i not in left], text
+    text = f"the rollouts of {len(left_out)} of {len(batches)} updates and evaluations"
+    packed = [batch for number, batch in enumerate(batches) if number not in left_out]
+    return packed, text if left_out else ""
 
 
 def to_json(data: Any) -> str:
@@ -123,8 +124,8 @@ def _run_data(folder: Path, config: dict[str, Any], room: int) -> Record:
 
 def _evaluation(env: str, record: Record) -> Record:
     names = {"accuracy": "accuracy", "low": "ci_low", "high": "ci_high", "trivial": "trivial"}
-    numbers = {key: _number(record.get(f"eval/{env}/{name}")) for key, name in names.items()}
-    return {"update": record["update"], **numbers}
+    metrics = {key: _number(record.get(f"eval/{env}/{name}")) for key, name in names.items()}
+    return {"update": record["update"], **metrics}
 
 
 def _curves(records: list[Record]) -> dict[str, list[list[Any]]]:
@@ -136,9 +137,10 @@ def _curves(records: list[Record]) -> dict[str, list[list[Any]]]:
             if name not in ("update", "sft_step") and (number := _number(value)) is not None:
                 points.setdefault(name, []).append((step, number))
     curves = {}
-    for name, column in points.items():
-        stride = math.ceil(len(column) / CURVE_POINTS)
-        curves[name] = [list(x) for x in zip(*column[:-1:stride], column[-1], strict=True)]
+    for name, curve in points.items():
+        stride = math.ceil(len(curve) / CURVE_POINTS)
+        fewer = [*curve[:-1:stride], curve[-1]]
+        curves[name] = [[step for step, _ in fewer], [value for _, value in fewer]]
     return curves
 
 
@@ -147,14 +149,15 @@ def _groups(rows: list[Record], chars: int) -> list[Record]:
     groups: dict[tuple[Any, ...], Record] = {}
     for row in rows:
         # the policy wrote the last len(rewards) assistant messages; earlier ones are examples
-        written = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
-        start = [*written[max(0, len(written) - len(row["rewards"])) :], len(row["messages"])][0]
+        answers = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+        sampled = answers[max(0, len(answers) - len(row["rewards"])) :]
+        start = sampled[0] if sampled else len(row["messages"])
         prompt = _messages(row["messages"][:start], chars)
         names = {name: row[name] for name in ("env", "agent", "seed")}
         group = groups.setdefault(
             (row["group_id"], *names.values()), names | {"prompt": prompt, "rollouts": []}
         )
-        info = ", ".join(f"{k} {v}" for k, v in row["info"].items() if k != "correct")
+        info = ", ".join(f"{key} {x}" for key, x in row["info"].items() if key != "correct")
         rollout: Record = {
             "return": _number(row["return"]),
             "correct": None if row.get("error") else _number(row["info"].get("correct")),
@@ -168,7 +171,7 @@ def _groups(rows: list[Record], chars: int) -> list[Record]:
             "prompt": prompt if prompt != group["prompt"] else None,
             "traces": row.get("token_traces"),
         }
-        group["rollouts"].append({k: v for k, v in rollout.items() if v or k in ALWAYS})
+        group["rollouts"].append({k: x for k, x in rollout.items() if x or k in ALWAYS})
     return [*groups.values()]
 
 
@@ -178,7 +181,7 @@ def _messages(messages: list[Record], chars: int) -> list[list[str]]:
 
 
 def _number(value: Any) -> float | None:
-    """The number to six digits; None for what is not a number below 1e300."""
+    """The number to six digits; None for any other value, and for numbers from 1e300 on."""
     if not isinstance(value, (bool, int, float)) or not abs(value) < 1e300:
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")

@@ -5,7 +5,7 @@ from typing import Any
 
 from core.algorithm import name_of, title_of
 from core.files.atomic import published
-from core.files.run_folder import again
+from core.files.run_folder import start_command
 from core.report.doctor import accuracy
 from core.results import Record, before_after, minutes, num_updates
 from environments.plumbing.registry import short_names
@@ -25,7 +25,7 @@ def algorithm_title(config: dict[str, Any]) -> str:
 def write_readme(folder: Path, config: dict[str, Any], records: list[Record]) -> None:
     """Writes README.md of a run: its result, and the command that repeats it."""
     title = f"`{algorithm_title(config)}` on `{short_names(config['env'])}`"
-    accuracies = [accuracy(*ends)[1] + ".\n" for ends in before_after(records)]
+    accuracies = [accuracy(*evaluations)[1] + ".\n" for evaluations in before_after(records)]
     lines = [
         f"# {folder.name}\n",
         f"{title}, model `{config['model_id']}`, seed {config['seed']}: {config['sft_steps']}"
@@ -40,5 +40,5 @@ def write_readme(folder: Path, config: dict[str, Any], records: list[Record]) ->
 
 
 def repeat_command(folder: Path, config: dict[str, Any]) -> str:
-    """The command that repeats a run under another name."""
-    return again(config["env"], "--config", str(folder / "config.yaml"), "--run-name", "again")
+    flags = "--config", str(folder / "config.yaml"), "--run-name", "again"
+    return start_command(config["env"], *flags)

@@ -1,1 +1,1 @@
-"""What a person meets in the terminal: the command line, the display, Ctrl-C."""
+"""The terminal: the command line, the display of a run, and Ctrl-C."""

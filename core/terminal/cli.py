@@ -24,11 +24,11 @@ def execute(
     parse: Callable[[list[str]], Any] = settings.parse,
     program: str = "train.py",
 ) -> int:
-    """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line.
+    """Calls `main` with the parsed settings, and returns the exit code.
 
-    The error of a disk, outside the folder of a run too, is a Fault. Under torchrun the first rank
-    of a machine prints that a run has stopped, and returns the code of it; the other ranks return
-    0, as torchrun would end the first, which still writes the pages, if another had failed.
+    Prints UsageError (code 2) and Fault (code 1) as one line; the error of a disk is a Fault. Under
+    torchrun only the first rank of a machine prints that the run has stopped, and returns the code:
+    if another rank did, torchrun would end the first one, which still writes the pages.
     """
     is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
@@ -38,11 +38,11 @@ def execute(
         if isinstance(error, OSError):
             if error.errno not in DISK_ERRORS:
                 raise
-            place = error.filename or "a file"
-            error = Fault(f"{place}: {error.strerror}; what was saved before is complete: fix "
-                          "this, then run again, with --resume if the run has begun")  # fmt: skip
-        # torchrun ends all ranks once one has ended. The first rank prints an error of all ranks;
-        # ranks that only know that another one is gone wait until that one has printed why
+            problem = f"{error.filename or 'a file'}: {error.strerror}"
+            advice = "what was saved is complete: fix this, then run again, or --resume the run"
+            error = Fault(f"{problem}; {advice}")
+        # torchrun ends all ranks once one has ended. So a rank other than the first waits, as all
+        # may have this error; and a rank that lost another waits until that one has printed why
         lost = isinstance(error, RankLost)
         if not is_first:
             time.sleep(12 if lost else 5)
@@ -60,7 +60,7 @@ def execute(
 
 
 def answer_at_once(args: list[str]) -> None:
-    """Exit for --help and for words that are no settings, before the slow imports."""
+    """Exits for --help and for wrong settings, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch with the algorithm
     if sys.stderr.isatty() and not {"-h", "--help"} & {*args}:
         say_loading()

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a line for each update, and below it bars, in a terminal only."""
+"""Shows the progress of a run: a line for each update and, in a terminal, progress bars."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,19 +16,17 @@ SHOWN = {  # metrics in the line of an update: label and format
 
 
 class Display:
-    """The lines and bars of a run.
+    """The lines and bars of a run, on `console`.
 
-    `quiet` prints nothing (for all ranks but 0). `meanings`: what the environment's metrics are.
-    `num_updates`: of the whole run; 0: unknown.
+    `meanings`: explains the environment's metrics. `num_updates`: of the whole run; 0: unknown.
     """
 
     def __init__(
-        self, title: str, console: Console | None = None, quiet: bool = False,
-        meanings: Mapping[str, str] | None = None, num_updates: int = 0,
-    ) -> None:  # fmt: skip
-        self.console = console or Console(highlight=False, quiet=quiet)
+        self, title: str, console: Console, meanings: Mapping[str, str], num_updates: int = 0
+    ) -> None:
+        self.console = console
         self.title = title
-        self.meanings = dict(meanings or {})
+        self.meanings = dict(meanings)
         self.num_updates = num_updates
         self.progress = Progress(console=self.console, transient=True, speed_estimate_period=3600)
         self.bar: TaskID | None = None  # of the updates
@@ -48,11 +46,13 @@ class Display:
 
     @contextmanager
     def phase(
-        self, name: str, total: int, done: int = 0, check: Callable[[], None] = lambda: None
+        self, name: str, total: int, completed: int = 0, check: Callable[[], None] = lambda: None
     ) -> Iterator[Callable[[], None]]:
-        """Shows a bar for `total` steps, `done` of them complete, until the phase ends. Yields what
-        to call after each step; it calls `check`, which may raise."""
-        bar = self.progress.add_task(name, total=total, completed=done)
+        """Shows a bar of `total` steps until the phase ends; `completed`: steps before it.
+
+        Yields a function to call after each step; it calls `check`, which may raise.
+        """
+        bar = self.progress.add_task(name, total=total, completed=completed)
 
         def advance() -> None:
             self.progress.advance(bar)
@@ -62,8 +62,8 @@ class Display:
         self.progress.remove_task(bar)
 
     def update(self, update: int, record: dict[str, Any]) -> None:
-        """Prints the line of an update; the first time, what the environment's metrics are."""
-        if self.bar is None and self.num_updates:  # rich says how long the others may take
+        """Prints the line of an update; explains each metric of the environment once."""
+        if self.bar is None and self.num_updates:  # it also shows how long the rest may take
             self.bar = self.progress.add_task("updates", total=self.num_updates)
         if self.bar is not None:
             self.progress.update(self.bar, completed=update)
@@ -72,8 +72,10 @@ class Display:
             key = name.removeprefix("info/")
             if name in SHOWN or key != name:
                 label, form = SHOWN.get(name, (key, ".2f"))
-                reported = record.get(f"reported/{key}")  # by this many rollouts, if not by all
-                cells.append(f"{label} {value:{form}}{f' of {reported}' if reported else ''}")
+                cells.append(f"{label} {value:{form}}")
+                if reported := record.get(f"reported/{key}"):  # by this many rollouts, not by all
+                    cells[-1] += f" of {reported}"
             if key != name and (meaning := self.meanings.pop(key, "")):
                 self.say(f"{key}: {meaning}")
-        self.say("  ".join([*cells, f"{record['time/rollout_s'] + record['time/train_s']:.1f} s"]))
+        seconds = record["time/rollout_s"] + record["time/train_s"]
+        self.say("  ".join([*cells, f"{seconds:.1f} s"]))

@@ -1,4 +1,4 @@
-"""Ctrl-C: it ends a run at a safe point."""
+"""Ends a run at a safe point after Ctrl-C, or another signal that asks for its end."""
 
 import os
 import signal
@@ -17,14 +17,13 @@ from environments.plumbing.text import printable
 
 
 def owns_process() -> bool:
-    """Whether Python runs a command of picoRL; False where another program or a notebook does."""
+    """Whether this process runs a command of picoRL, not another program or a notebook."""
     started = getattr(sys.modules["__main__"], "__file__", None) or "/"
     return Path(started).resolve().is_relative_to(Path(__file__).parents[2])
 
 
 def show_error(*error: Any) -> None:
-    """Prints the traceback of an error (its class, itself, its frames) that nobody caught, without
-    the control characters that its message may contain; none after Ctrl-C."""
+    """`sys.excepthook`: prints a traceback without control characters; none after Ctrl-C."""
     if issubclass(error[0], KeyboardInterrupt):
         sys.exit(130)
     print(printable("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
@@ -34,9 +33,9 @@ class Interrupt:
     """Delays the signals that end a run: the first sets a flag for `check`, the next acts as usual.
 
     These are Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns before a job's time ends.
-    SIGHUP says that the terminal is gone; what is printed from then on is lost. A signal that is
-    ignored, as SIGHUP under nohup, stays ignored. In a thread other than the main one, where
-    Python has no signals, nothing is delayed. While an update samples, a quick call (core/calls.py)
+    SIGHUP says that the terminal is gone; later output is then lost. An ignored signal, such as
+    SIGHUP under nohup, stays ignored. In a thread other than the main one, where Python has no
+    signals, nothing is delayed. A quick call (core/calls.py) that an update makes while it samples
     ends at once.
     """
 
@@ -59,14 +58,14 @@ class Interrupt:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise Stopped if any rank received a signal. All ranks must call this together."""
+        """Raises Stopped if any rank received a signal. All ranks must call this together."""
         from core import distributed  # imports torch
 
         if any(distributed.all_gather([self.requested])):
             raise Stopped
 
     def check_alone(self) -> None:
-        """Raise Stopped after a signal if there is one rank. With several, wait for `check`."""
+        """Raises Stopped after a signal if there is one rank. With several, `check` does that."""
         from core import distributed
 
         if self.requested and distributed.num_ranks() == 1:
@@ -76,11 +75,11 @@ class Interrupt:
         self.requested = True
         signal.signal(number, self.previous[number])
         for handle in self.terminals:
-            if not os.isatty(handle):  # it is gone: a write would raise
+            if not os.isatty(handle):  # the terminal is gone: a write would raise
                 os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
         if number == signal.SIGINT:
             with suppress(RuntimeError):  # the signal came inside a write
                 self.say("stopping after this step; press Ctrl-C again to quit")
-        for look in LOOKS:  # in the midst of a call that may never return
+        for look in LOOKS:  # ends a quick call that may never return
             with suppress(RuntimeError):
                 look()
