@@ -221,9 +221,13 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> tu
 
 
 def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, input_ids: Tensor, mask: Tensor,
-    returns: Tensor, group_ids: Tensor,
-) -> float:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    input_ids: Tensor,
+    mask: Tensor,
+    returns: Tensor,
+    group_ids: Tensor,
+) -> float:
     """Takes one step of GRPO on B finished rollouts. Returns the loss as a float.
 
     `model(input_ids)` gives logits [B, T, V]. `input_ids` [B, T]; `mask` [B, T-1] bool as in

@@ -32,7 +32,7 @@ REPAIRS = {  # fault: our text, and the same in other words
     "groups_interleaved": ("rewards.view(-1, G)", "torch.stack(rewards.split(G))"),
     "mean_with_padding": (LOSS, "-surrogate[mask.bool()].mean()"),
     "mean_of_row_means": (LOSS, "-(mask / mask.sum() * surrogate).sum()"),
-    "old_is_renewed": ("(now, old[rows],", "(now, old.index_select(0, rows).detach(),"),
+    "old_is_renewed": ("(logprobs, old[rows],", "(logprobs, old.index_select(0, rows).detach(),"),
     "gradients_add_up": ("            optimizer.zero_grad()\n", "            model.zero_grad()\n"),
     "advantages_not_shuffled": ("advantages[rows]", "advantages.gather(0, rows)"),
 }
@@ -42,7 +42,7 @@ NO_REPAIRS = [  # our text, and another
     ("groups.std(1, keepdim=True)", "groups.var(1, keepdim=True)"),
     ("(std + 1e-4)", "1.0"),
     (LOSS, LOSS[1:]),
-    ("(now, old[rows],", "(now, now,"),
+    ("(logprobs, old[rows],", "(logprobs, logprobs,"),
     ("optimizer.zero_grad()", "optimizer.zero_grad() if _ == 0 else None"),
     ("advantages[rows]", "advantages[rows.flip(0)]"),
     ("def update(", "def renamed("),

@@ -47,7 +47,7 @@ class Options(LoopOptions):
 
 
 def pad(x: Tensor, ids: Tensor) -> Tensor:
-    """[n] as exercises see it: a row for each number in `ids` [n], padded with 0 on the right.
+    """Turns a vector [n] into rows for the exercises: one for each id, padded with 0 on the right.
 
     >>> pad(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3, 3, 5]))
     tensor([[1., 2.],
@@ -59,11 +59,11 @@ def pad(x: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exercises:
-    """Exercises of a scratch.py as an algorithm. UsageError: one raises, or returns another type or
-    shape."""
+    """Exercises of a scratch.py as an algorithm. A method raises UsageError if its exercise raises,
+    or returns a wrong type or shape."""
 
     module: ModuleType
-    exercises: tuple[int, ...] = (3, 5, 8)  # those that train; without 8 the library samples
+    exercises: tuple[int, ...] = (3, 5, 8)  # their numbers; without 8 the library samples
 
     def compute_advantages(self, tokens: Tokens, options: object) -> dict[str, Tensor]:
         """Advantages [S] float32; with exercise 7 also value targets.
@@ -76,23 +76,24 @@ class Exercises:
         if 7 in self.exercises:
             advantages = torch.zeros_like(tokens.rewards)
             for rollout in tokens.rollout.unique():
-                here = tokens.rollout == rollout
-                rewards, values = tokens.rewards[here], tokens.old_values[here]
-                advantages[here] = self._call(7, rewards, values, like=rewards)
+                mask = tokens.rollout == rollout
+                rewards, values = tokens.rewards[mask], tokens.old_values[mask]
+                advantages[mask] = self._call(7, rewards, values, like=rewards)
             targets = advantages + tokens.old_values
             advantages = normalize(advantages, tokens.in_loss).float()
             return {"advantages": advantages, "value_targets": targets}
         turns = turns_of(tokens)  # one for each rollout
         if 10 in self.exercises:
             mask = pad(torch.ones_like(tokens.rewards), tokens.rollout) > 0
-            rows, group_ids = pad(tokens.rewards, tokens.rollout), tokens.group[turns.last_token]
+            rows = pad(tokens.rewards, tokens.rollout)
+            group_ids = tokens.group[turns.last_token]
             return {"advantages": self._call(10, rows, mask, group_ids, like=rows)[mask]}
         returns = turns.returns.float()  # [rollouts]
         compared = group_sum(torch.ones_like(returns), turns.peers) > 1
         advantages = torch.zeros_like(returns)
         if compared.any():
-            group = returns[compared], turns.peers[compared]
-            advantages[compared] = self._call(3, *group, like=group[0])
+            returns, group_ids = returns[compared], turns.peers[compared]
+            advantages[compared] = self._call(3, returns, group_ids, like=returns)
         return {"advantages": advantages[turns.of_token]}
 
     def compute_loss(self, tokens: Tokens, options: object) -> tuple[Tensor, dict[str, float]]:
@@ -110,11 +111,11 @@ class Exercises:
         factors = tokens.importance_weights * tokens.advantages
         loss = 0 * tokens.logprobs.sum()
         if mask.any():
-            number, rows = 5, [tokens.logprobs, tokens.old_logprobs, factors]
-            if 5 not in self.exercises:
-                number, rows = 4, [tokens.logprobs, ratio * factors]
-            mean = self._call(number, *(pad(x, sequence) for x in rows), mask, like=loss)
-            loss = mean * token_weights.sum()
+            number, vectors = 4, [tokens.logprobs, ratio * factors]
+            if 5 in self.exercises:
+                number, vectors = 5, [tokens.logprobs, tokens.old_logprobs, factors]
+            rows = [pad(vector, sequence) for vector in vectors]
+            loss = self._call(number, *rows, mask, like=loss) * token_weights.sum()
         clip = (0.2, 0.2) if 5 in self.exercises else (1.0, math.inf)  # 4 does not clip
         metrics = surrogate_metrics(tokens, ratio, *clip)
         if 7 in self.exercises:
@@ -128,11 +129,11 @@ class Exercises:
         return ratio * self._call(6, logprobs, other, like=logprobs)
 
     def draw(self, logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and their log-probs, [C], from logits [C, V] by exercise 8, whose generator `chance`
-        [C] seeds, numbers in [0, 1)."""
+        """Draws ids and their log-probs, [C], from logits [C, V], with exercise 8. The first number
+        of `chance` [C], which is in [0, 1), seeds its generator."""
         generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
-        inputs = logits.float(), params.temperature, generator
-        ids, logprobs = self._call(8, *inputs, like=(chance.long(), chance))
+        like = chance.long(), chance
+        ids, logprobs = self._call(8, logits.float(), params.temperature, generator, like=like)
         return ids.long(), logprobs
 
     def _call(self, number: int, *inputs: Any, like: Any) -> Any:
@@ -149,29 +150,32 @@ class Exercises:
 
 
 def load_scratch(cfg: Config) -> Algorithm:
-    """Imports the file of --algo and checks its exercises; `scratch` is ./scratch.py, or else the
-    one beside train.py. `remarks` names those that are wrong.
+    """Imports the file of --algo and checks its exercises; `remarks` names those that are wrong.
 
-    Raises UsageError if the file cannot be imported, or what training needs is not written yet.
+    `scratch` is ./scratch.py, or else the one beside train.py. Raises UsageError if the file cannot
+    be imported, or if an exercise that training needs is not written yet.
     """
     options = cfg.options
     assert isinstance(options, Options)
     file = Path(cfg.algo if is_file(cfg.algo) else "scratch.py")
     file = file if file.exists() else checker.FILE
-    module, command = checker.load(file), f"python {checker.name_of(file)}"
-    states = {v.exercise.number: v.state for v in checker.check_all(module)}
+    module = checker.load(file)
+    command = f"python {checker.path_in_command(file)}"
+    states = {verdict.exercise.number: verdict.state for verdict in checker.check_all(module)}
     written = {number for number, state in states.items() if state != "not yet"}
     loss = int(options.loss or (5 if 5 in written else 4))
     used = {int(options.advantages), loss} | ({6} if cfg.kl_coef else set()) | ({8} & written)
     if missing := sorted(used - written - {10}):  # 10 has its bug from the beginning
-        needed = " and ".join(f"exercise {number}" for number in missing)
-        raise UsageError(f"--algo {Path(cfg.algo).name} needs {needed}, not written yet; {command} "
-                         "checks what you write")  # fmt: skip
-    own = Exercises(module, tuple(sorted(used)))
+        algo, needs = Path(cfg.algo).name, " and ".join(f"exercise {n}" for n in missing)
+        raise UsageError(f"--algo {algo} needs {needs}, not written yet; {command} checks it")
+    wrong = [f"exercise {n} is not right" for n in sorted(used) if states[n] != "right"]
+    exercises = Exercises(module, tuple(sorted(used)))
     return Algorithm(
-        own.compute_advantages, own.compute_loss, Path(str(module.__file__)),
-        weighted_kl=own.weighted_kl, draw=own.draw if 8 in used else sampler.draw,
-        variant=f"exercises {', '.join(map(str, own.exercises))}",
-        remarks=tuple(f"exercise {n} is not right; training with it anyway. Details: {command}"
-                      for n in own.exercises if states[n] != "right"),
-    )  # fmt: skip
+        exercises.compute_advantages,
+        exercises.compute_loss,
+        Path(str(module.__file__)),
+        weighted_kl=exercises.weighted_kl,
+        draw=exercises.draw if 8 in used else sampler.draw,
+        variant=f"exercises {', '.join(map(str, sorted(used)))}",
+        remarks=tuple(f"{text}; training with it anyway. Details: {command}" for text in wrong),
+    )

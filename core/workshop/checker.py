@@ -3,9 +3,9 @@
     python scratch.py [--hint N [STEP] | --solution N]
 
 For a wrong answer the checker prints the first fact that fails, the inputs, the expected and the
-actual answer, what differs first, and the cause, if it knows a mistake (core/workshop/mistakes.py)
-with the same answers. An exception in one exercise does not stop the check of the others. After
-ten seconds the terminal shows which line is at work, and Ctrl-C ends an endless loop.
+actual answer, the first difference, and the cause, if a mistake of core/workshop/mistakes.py gives
+the same answers. An exception in one exercise does not stop the check of the others. After ten
+seconds the terminal shows the line that runs, and Ctrl-C ends an endless loop.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from torch import Tensor
 from core.faults import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
-from core.workshop.mistakes import NOT_REPAIRED, changed_solution, mistakes_in
+from core.workshop.mistakes import NOT_REPAIRED, Change, changed_solution, mistakes_in
 from environments.plumbing.registry import describe_error
 from environments.plumbing.text import print_any_character
 
@@ -79,17 +79,16 @@ def execute(args: list[str], file: Path = FILE) -> int:
         return 2
     finally:
         faulthandler.cancel_dump_traceback_later()
-    print_verdicts(verdicts, name_of(file))
-    return 0 if all(v.state == "right" for v in verdicts) else 1
+    print_verdicts(verdicts, path_in_command(file))
+    return 0 if all(verdict.state == "right" for verdict in verdicts) else 1
 
 
-def name_of(file: Path) -> str:
-    """A participant's file, which may be a copy of scratch.py, as a command names it."""
+def path_in_command(file: Path) -> str:
+    """The path of a participant's file, which may be a copy of scratch.py, for a command."""
     return file.name if file.absolute().parent == Path.cwd() else str(file)
 
 
 def source_of(exercise: Exercise) -> str:
-    """The code of the solution."""
     return inspect.getsource(getattr(solutions, exercise.name))
 
 
@@ -108,14 +107,14 @@ def load(file: Path) -> ModuleType:
 def check_all(module: ModuleType) -> list[Verdict]:
     """Returns the verdict on each exercise, in order.
 
-    An exercise is judged alone: in place of those that are not right, it calls the solutions.
+    An exercise is judged alone: it calls the solutions in place of exercises that are not right.
     """
-    own, verdicts = {**vars(module)}, list[Verdict]()
+    participant, verdicts = {**vars(module)}, list[Verdict]()
     for exercise in EXERCISES:
         verdicts.append(check(exercise, module))
-        if verdicts[-1].state != "right" and exercise.name in own:
+        if verdicts[-1].state != "right" and exercise.name in participant:
             vars(module)[exercise.name] = getattr(solutions, exercise.name)
-    vars(module).update(own)
+    vars(module).update(participant)
     return verdicts
 
 
@@ -130,33 +129,37 @@ def check(exercise: Exercise, module: ModuleType) -> Verdict:
 
     def differences(function: Callable[..., Any]) -> Iterator[str]:
         for fact, answer in zip(exercise.facts, answers, strict=True):
-            yield difference(_answer(fact, function), answer, fact.tolerance)
+            yield difference(cached_answer(fact, function), answer, fact.tolerance)
+
+    def gives_the_answers(change: Change) -> bool:
+        return not any(differences(changed_solution(name, change)))
 
     solution = getattr(solutions, name)
-    found = [*differences(solution)]
-    if not any(found):
+    checked = zip(exercise.facts, answers, differences(solution), strict=True)
+    failing = next((row for row in checked if row[-1]), None)
+    if failing is None:
         return Verdict(exercise, "right")
-    causes = [
-        cause for cause, changes in mistakes_in(name).items()
-        if any(not any(differences(changed_solution(name, change))) for change in changes)
-    ]  # fmt: skip
+    mistakes = mistakes_in(name)
+    causes = [cause for cause in mistakes if any(map(gives_the_answers, mistakes[cause]))]
     if NOT_REPAIRED in causes:
         return Verdict(exercise, "not yet")
-    i = next(i for i, differs in enumerate(found) if differs)
-    fact, actual = exercise.facts[i], answers[i]
-    named = zip(inspect.signature(solution).parameters, map(_format, fact.inputs), strict=False)
-    rows = {"inputs": "\n".join(f"{k} =\n{v}" if "\n" in v else f"{k} = {v}" for k, v in named)}
-    rows |= {"expected": _format(_answer(fact, solution)), "actual": _format(actual)}
-    rows["differs"] = "" if isinstance(actual, Exception) else found[i]
+    fact, actual, differs = failing
+    inputs = list[str]()
+    for parameter, value in zip(inspect.signature(solution).parameters, fact.inputs, strict=False):
+        text = _format(value)
+        inputs.append(f"{parameter} =\n{text}" if "\n" in text else f"{parameter} = {text}")
+    rows = {"inputs": "\n".join(inputs), "expected": _format(cached_answer(fact, solution))}
+    rows["actual"] = _format(actual)
+    rows["differs"] = "" if isinstance(actual, Exception) else differs
     rows["cause"] = "; or: ".join(causes)
     return Verdict(exercise, "wrong", fact.statement, rows)
 
 
 def difference(expected: Any, actual: Any, tolerance: float | None) -> str:
-    """Returns what differs first in an answer: type, shape or a number; "" if nothing does.
+    """Returns the first difference of an answer: its type, its shape or a number; "" if none.
 
     A list counts as a tuple; int32 and int64 are one type, float32 and float64 too. nan equals nan.
-    `tolerance` is absolute and relative; without one, numbers do not matter.
+    `tolerance` is absolute and relative; None: numbers are not compared.
     """
     if isinstance(actual, Exception):
         return "" if repr(expected) == repr(actual) else describe_error(actual)
@@ -165,44 +168,46 @@ def difference(expected: Any, actual: Any, tolerance: float | None) -> str:
     if isinstance(expected, tuple):
         parts = (difference(a, b, tolerance) for a, b in zip(expected, actual, strict=True))
         return next((f"result {i}: {text}" for i, text in enumerate(parts, 1) if text), "")
-    a, b = (torch.as_tensor(x).detach().double() for x in (expected, actual))
-    if a.shape != b.shape:
-        return f"the shape is {[*b.shape]}, not {[*a.shape]}"
+    right = torch.as_tensor(expected).detach().double()
+    answer = torch.as_tensor(actual).detach().double()
+    if right.shape != answer.shape:
+        return f"the shape is {[*answer.shape]}, not {[*right.shape]}"
     if tolerance is None:
         return ""
-    places = torch.isclose(b, a, tolerance, tolerance, equal_nan=True).logical_not().nonzero()
-    if not len(places):
+    is_close = torch.isclose(answer, right, tolerance, tolerance, equal_nan=True)
+    if is_close.all():
         return ""
-    first = tuple(places[0].tolist())
-    return f"the number{f' at {[*first]}' if first else ''} is {b[first]:.4g}, not {a[first]:.4g}"
+    first = tuple(is_close.logical_not().nonzero()[0].tolist())
+    place = f" at {[*first]}" if first else ""
+    return f"the number{place} is {answer[first]:.4g}, not {right[first]:.4g}"
 
 
 def print_verdicts(verdicts: list[Verdict], file: str) -> None:
-    """Prints the table, the first failing fact of each wrong exercise, and what to do next.
-
-    `file`: the participant's, as `name_of` names it.
-    """
+    """Prints the table, the first failing fact of each wrong exercise, and what to do next."""
     console = Console(highlight=False)
     train = f"python train.py --algo {'scratch' if file == 'scratch.py' else file}"
     table = Table("", "exercise", "", "next", box=None, padding=(0, 2, 0, 0))
-    for v in verdicts:
-        note = f"read {v.exercise.read}" if v.state == "right" else ""
-        table.add_row(str(v.exercise.number), v.exercise.title, LABELS[v.state], note)
+    for verdict in verdicts:
+        exercise = verdict.exercise
+        note = f"read {exercise.read}" if verdict.state == "right" else ""
+        table.add_row(str(exercise.number), exercise.title, LABELS[verdict.state], note)
     console.print(table)
     say = partial(console.print, markup=False, soft_wrap=True)
-    for v in verdicts:
-        if v.state == "wrong":
-            say(f"\n{v.exercise.number}. {v.exercise.name} ✗ {v.statement}", style="red")
-        for label, text in v.rows.items():
+    for verdict in verdicts:
+        if verdict.state == "wrong":
+            exercise = verdict.exercise
+            say(f"\n{exercise.number}. {exercise.name} ✗ {verdict.statement}", style="red")
+        for label, text in verdict.rows.items():
             if text:
                 say(indent(text, " " * 13).replace(" " * 13, f"   {label:10}", 1))
-    number = next((v.exercise.number for v in verdicts if v.state != "right"), None)
-    if number is None:
-        say(f"\nAll right. Now train with your functions: {train}")
-    else:
+    unfinished = [verdict.exercise.number for verdict in verdicts if verdict.state != "right"]
+    if unfinished:
+        number = unfinished[0]
         say(f"\nNext: exercise {number}. For a hint: python {file} --hint {number}")
         if number > 4:
             say(f"You can train with these already: {train}")
+    else:
+        say(f"\nAll right. Now train with your functions: {train}")
 
 
 def print_hint(exercise: Exercise, step: int = 1) -> None:
@@ -215,9 +220,8 @@ def print_hint(exercise: Exercise, step: int = 1) -> None:
 
 
 @cache
-def _answer(fact: Fact, function: Callable[..., Any]) -> Any:
-    """Returns the answer of a solution, or of one with a mistake."""
-    with warnings.catch_warnings(action="ignore"):  # those of the mistakes
+def cached_answer(fact: Fact, function: Any) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # the mistakes raise some
         return fact.answer(function)
 
 
@@ -232,12 +236,13 @@ def _kind(value: Any) -> str:
 
 
 def _format(value: Any) -> str:
-    """Returns an input or an answer as text."""
     if isinstance(value, Exception):
         return describe_error(value)
     if isinstance(value, tuple | list):
-        left, right = "[]" if isinstance(value, list) else "()"
-        return f"{left}{', '.join(map(_format, value))}{right}"
-    if isinstance(value, Tensor | str):
-        return str(value.detach() if isinstance(value, Tensor) else value)
-    return f"{value:.4g}" if isinstance(value, int | float) else _kind(value)
+        parts = ", ".join(map(_format, value))
+        return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+    if isinstance(value, Tensor):
+        return str(value.detach())
+    if isinstance(value, int | float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else _kind(value)

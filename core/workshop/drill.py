@@ -1,8 +1,8 @@
-"""Writes a GRPO run with one fault, and says whether it is repaired.
+"""Writes a GRPO run with one fault, and checks whether it is repaired.
 
     python -m core.workshop.drill           # writes drill.py; --seed 2 .. 12: another fault
     python drill.py                         # runs it: ten updates, about a minute
-    python -m core.workshop.drill --check   # whether it is repaired, and what the fault was
+    python -m core.workshop.drill --check   # checks the repair; if it is right, names the fault
 
 The check compares what five functions return with those of grpo_on_one_page.py, so every
 right repair counts. There is no fault in the others, and it does not look at them.
@@ -12,7 +12,6 @@ import argparse
 import copy
 import re
 import sys
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from core.faults import UsageError
 from core.tiny import PRETRAINED
 from core.workshop import grpo_on_one_page as page
-from core.workshop.checker import difference, load
+from core.workshop.checker import cached_answer, difference, load
 from core.workshop.exercises import Fact
 from environments.letter_counting import LetterCounting
 
@@ -50,7 +49,7 @@ advantages_not_shuffled: Rows are shuffled, and their advantages are not (ddpo-p
 deviation_of_the_batch: Groups whose rewards differ little hardly count (flow_grpo #46)
   groups.std(1, keepdim=True)  =>  groups.std()
 old_is_renewed: The ratio is 1 in every step, and nothing clips (tensorforce #312)
-  (now, old[rows],  =>  (now, now.detach(),
+  (logprobs, old[rows],  =>  (logprobs, logprobs.detach(),
 temperature_left_out: Log-probs are those at temperature 1, answers are not (TRL #3029)
   -n - 1 : -1] / TEMPERATURE  =>  -n - 1 : -1]
 mean_with_padding: One long answer shrinks the step of all (SkyRL #462)
@@ -67,40 +66,41 @@ A = torch.tensor([1.0, -2.0])
 RATIOS = torch.tensor([1.5, 0.5, 1.0, 1.1, 0.9])  # above the clip, below it, within it
 
 
-def answers(m: Any) -> tuple[Tensor, Tensor]:
-    prompts = m.encode([LetterCounting().reset(seed)[0]["content"] for seed in range(8)])
-    tokens, mask = m.sample(POLICY, *prompts, True)
+def answers(run: Any) -> tuple[Tensor, Tensor]:
+    """The greedy answers to 8 questions, and their mask; `run`: the module, here and below."""
+    prompts = run.encode([LetterCounting().reset(seed)[0]["content"] for seed in range(8)])
+    tokens, mask = run.sample(POLICY, *prompts, True)
     return tokens * mask, mask * 1
 
 
-def logprobs(m: Any, padding: int) -> Tensor:
+def logprobs(run: Any, padding: int) -> Tensor:
     attention = torch.ones_like(IDS).index_fill(1, torch.arange(padding), 0)
-    return m.token_logprobs(POLICY, IDS, attention, 4).detach()
+    return run.token_logprobs(POLICY, IDS, attention, 4).detach()
 
 
-def advantages(m: Any) -> tuple[Tensor, Tensor]:
-    """Of three groups, in units of the first; and their deviations: 1, or 0."""
-    first = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
-    found = m.group_advantages(torch.cat([first, first.roll(1) * 0.4, torch.ones(8)]))
-    return found / found[0].abs(), found.view(3, 8).std(1).round()
+def advantages(run: Any) -> tuple[Tensor, Tensor]:
+    """The advantages of three groups, in units of the first, and their deviations: 1, or 0."""
+    rewards = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    computed = run.group_advantages(torch.cat([rewards, rewards.roll(1) * 0.4, torch.ones(8)]))
+    return computed / computed[0].abs(), computed.view(3, 8).std(1).round()
 
 
-def gradient(m: Any, ratio: Any) -> Tensor:
-    """Of the loss, by log-probs; `ratio` is π / π_old."""
-    now = LOGPROBS.clone().requires_grad_()
+def gradient(run: Any, ratio: Any) -> Tensor:
+    """The gradient of the loss by the log-probs; `ratio` is π / π_old."""
+    leaf = LOGPROBS.clone().requires_grad_()
     old = LOGPROBS - torch.as_tensor(ratio).log()
-    return torch.autograd.grad(m.compute_loss(now, old, A, MASK), now)[0]
+    return torch.autograd.grad(run.compute_loss(leaf, old, A, MASK), leaf)[0]
 
 
-def updated(m: Any, epochs: int, rate: float, scale: float) -> Tensor:
-    """Log-probs after one step in each epoch, so that no order of rows matters."""
+def updated(run: Any, epochs: int, rate: float, scale: float) -> Tensor:
+    """Log-probs after one step in each epoch, so that the order of rows does not matter."""
     model, attention = copy.deepcopy(POLICY), torch.ones_like(IDS)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     signs = (torch.arange(8.0) - 3) * scale
     torch.manual_seed(0)
-    with patch.multiple(m, EPOCHS=epochs, MINIBATCHES=1):
-        m.update(model, optimizer, IDS, attention, attention[:, 3:], signs)
-    return m.token_logprobs(model, IDS, attention, 5).detach()
+    with patch.multiple(run, EPOCHS=epochs, MINIBATCHES=1):
+        run.update(model, optimizer, IDS, attention, attention[:, 3:], signs)
+    return run.token_logprobs(model, IDS, attention, 5).detach()
 
 
 FACTS = (
@@ -117,21 +117,17 @@ FACTS = (
 
 
 def drill(seed: int) -> str:
-    """The text of drill `seed`."""
-    *_, right, wrong = ALL[seed - 1]
+    _, _, right, wrong = ALL[seed - 1]
     source = RIGHT.read_text(encoding="utf-8")
     assert source.count(right) == 1, right
     broken = source.replace(right, wrong).replace(" " * 12 + "⏎\n", "")
     return re.sub(r'^""".*?"""', TITLE.format(seed), broken, count=1, flags=re.DOTALL)
 
 
-right_answer = cache(lambda fact: fact.answer(page))  # that of a Fact
-
-
 def check(module: ModuleType) -> str:
-    """The first fact that does not hold, and what differs; "" if all hold."""
+    """A sentence with the first fact that does not hold, and the difference; "" if all hold."""
     for fact in FACTS:
-        if differs := difference(right_answer(fact), fact.answer(module), fact.tolerance):
+        if differs := difference(cached_answer(fact, page), fact.answer(module), fact.tolerance):
             return f"This does not hold yet: {fact.statement} ({differs})."
     return ""
 
@@ -150,14 +146,14 @@ def execute(arguments: list[str]) -> int:
         return 0
     if not file.exists():
         parser.error(f"there is no {file}: python -m core.workshop.drill writes it")
-    found = re.match(r'"""Drill (\d+):', file.read_text(encoding="utf-8"))
-    if not found:
+    title = re.match(r'"""Drill (\d+):', file.read_text(encoding="utf-8"))
+    if not title:
         parser.error(f"the first line of {file} must begin with the drill's number")
     try:
         failed = check(load(file))
     except UsageError as error:
         parser.error(f"{file}: {error}")
-    name, cause, *_ = ALL[int(found[1]) - 1]
+    name, cause, _, _ = ALL[int(title[1]) - 1]
     print(failed or f"Right. The fault was {name}: {cause}.")
     return 1 if failed else 0
 

@@ -1,7 +1,7 @@
 """The ten exercises of scratch.py: for each, the facts that must hold on small tensors.
 
-A fact has the inputs of the function; the right answer is that of core/workshop/solutions.py. The
-checker compares a participant's with it.
+A fact has inputs of the exercise's function. The checker compares the participant's answer with
+that of core/workshop/solutions.py.
 
 Hints come in three steps: a question, the idea, and the line of the solution.
 """
@@ -11,14 +11,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-
-def call(function: Any, *inputs: Any) -> Any:
-    return function(*inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +28,7 @@ class Fact:
     tolerance: float = 1e-4  # absolute and relative
 
     def answer(self, function: Any) -> Any:
-        """What `function` answers to a copy of the inputs; an exception is an answer, too."""
+        """The answer of `function` to a copy of the inputs; an exception is an answer, too."""
         try:
             return self.ask(function, *copy.deepcopy(self.inputs))
         except Exception as error:
@@ -85,17 +82,15 @@ class BigramModel(nn.Module):
         return self.scale * self.table[input_ids]
 
 
-BATCH = (
-    torch.tensor([[0, 1, 2, 4], [0, 1, 3, 4], [1, 2, 3, 4], [1, 2, 0, 4]]),
-    torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool(),
-    torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]),
-)  # fmt: skip
+BATCH_IDS = torch.tensor([[0, 1, 2, 4], [0, 1, 3, 4], [1, 2, 3, 4], [1, 2, 0, 4]])
+BATCH_MASK = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool()
+BATCH = BATCH_IDS, BATCH_MASK, torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
 STEP, SMALL_STEP = ((BigramModel(scale), "SGD", *BATCH) for scale in (30.0, 1.0))
 
 
-def gradient(function: Any, at: Tensor, *others: Any) -> Tensor:
-    """Returns the gradient of the sum of `function(at, *others)` by `at`; 0 if there is none."""
-    total = function(at.requires_grad_().clone(), *others).sum()
+def gradient(function: Any, at: Tensor, *inputs: Any) -> Tensor:
+    """Returns the gradient of the sum of `function(at, *inputs)` by `at`; 0 if there is none."""
+    total = function(at.requires_grad_().clone(), *inputs).sum()
     if not total.requires_grad:  # a constant
         return torch.zeros_like(at)
     return torch.autograd.grad(total, at, materialize_grads=True)[0]
@@ -114,16 +109,19 @@ def means_of_draws(sample: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
 def compare_draws(sample: Any, logits: Tensor, temperature: float, seed: int) -> Tensor:
     """Returns whether draws are the same with a generator of the same seed, and in the next call
     with the same generator: [2] bool."""
-    first, again = (torch.Generator().manual_seed(seed) for _ in range(2))
-    ids, same, later = (sample(logits.clone(), temperature, g)[0] for g in (first, again, first))
-    return torch.stack([(ids == same).all(), (ids == later).all()])
+    generator, equal = (torch.Generator().manual_seed(seed) for _ in range(2))
+    ids, _ = sample(logits.clone(), temperature, generator)
+    equal_ids, _ = sample(logits.clone(), temperature, equal)
+    next_ids, _ = sample(logits.clone(), temperature, generator)
+    return torch.stack([(ids == equal_ids).all(), (ids == next_ids).all()])
 
 
 def take_step(part: int, training_step: Any, model: BigramModel, _: str, *batch: Any) -> Any:
     """Takes a step. Returns the loss (part 0), the weights (1) or the gradient that remains (2)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    loss, left = training_step(model, optimizer, *batch), model.table.grad
-    return (loss, model.table.detach(), torch.zeros(5, 5) if left is None else left)[part]
+    loss = training_step(model, optimizer, *batch)
+    gradient = torch.zeros(5, 5) if model.table.grad is None else model.table.grad
+    return (loss, model.table.detach(), gradient)[part]
 
 
 EXERCISES = (

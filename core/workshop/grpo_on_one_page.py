@@ -33,8 +33,8 @@ END, PAD = tokenizer.eos_token_id, tokenizer.pad_token_id
 
 
 def encode(questions: list[str]) -> tuple[Tensor, Tensor]:
-    """Chat prompts that open the model's turn: ids [B, T-N], padded on the left, so that answers
-    all begin in one column; and which of them are no padding, of the same shape, 0 and 1."""
+    """Makes chat prompts that open the model's turn. Returns ids [B, T-N], padded on the left, so
+    that all answers begin in one column, and an attention mask of this shape: 0 at padding."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     batch = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
@@ -44,26 +44,27 @@ def encode(questions: list[str]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def sample(model, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
-    """One answer to each prompt, of at most MAX_TOKENS tokens, drawn from the policy or, `greedy`,
-    the likeliest: ids [B, N], and which of them are the answer's, [B, N] of 0 and 1: all to its
-    first END, and this too."""
-    answers, cache, last = [], DynamicCache(config=model.config), ids
-    ended = torch.zeros(len(ids), dtype=torch.bool)
-    while len(answers) < MAX_TOKENS and not ended.all():
-        logits = model(last, attention, None, cache).logits[:, -1] / TEMPERATURE  # [B, V]
-        p = logits.softmax(-1)
-        last = p.argmax(-1, keepdim=True) if greedy else p.multinomial(1)  # [B, 1]
-        answers.append(last)
-        attention = torch.cat([attention, torch.ones_like(last)], dim=1)
-        ended |= last[:, 0] == END
+    """Samples an answer of at most MAX_TOKENS tokens to each prompt; `greedy` takes the likeliest
+    token instead. Returns ids [B, N], and a mask [B, N] of 0 and 1 that says which ids belong to
+    the answer: all up to its first END, and this END."""
+    answers, cache = [], DynamicCache(config=model.config)
+    new_ids = ids  # the model reads them next; the cache has those before them
+    finished = torch.zeros(len(ids), dtype=torch.bool)
+    while len(answers) < MAX_TOKENS and not finished.all():
+        logits = model(new_ids, attention, None, cache).logits[:, -1] / TEMPERATURE  # [B, V]
+        probs = logits.softmax(-1)
+        new_ids = probs.argmax(-1, keepdim=True) if greedy else probs.multinomial(1)  # [B, 1]
+        answers.append(new_ids)
+        attention = torch.cat([attention, torch.ones_like(new_ids)], dim=1)
+        finished |= new_ids[:, 0] == END
     tokens = torch.cat(answers, dim=1)
     ends = (tokens == END).long()
     return tokens, (ends.cumsum(1) - ends == 0).long()
 
 
 def token_logprobs(model, ids: Tensor, attention: Tensor, n: int) -> Tensor:
-    """The policy's log-probs of the last `n` tokens of each row, [B, n]. Position t of the logits
-    is about token t+1. Padding is not seen."""
+    """The policy's log-probs of the last `n` tokens of each row, [B, n]. The logits at position t
+    predict token t+1. `attention` hides the padding."""
     logits = model(ids, attention_mask=attention).logits[:, -n - 1 : -1] / TEMPERATURE  # [B, n, V]
     return logits.log_softmax(-1).gather(-1, ids[:, -n:, None]).squeeze(-1)
 
@@ -87,14 +88,14 @@ def compute_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
 
 
 def update(model, optimizer, ids, attention, mask, advantages) -> Tensor:
-    """EPOCHS passes over the B answers, in MINIBATCHES steps each. A step is along the gradient of
-    its own rows, scaled to length 1 if that is longer. Returns the log-probs before them."""
+    """EPOCHS passes over the B answers, in MINIBATCHES steps each. A step follows the gradient of
+    its own rows, scaled to norm 1 if it is longer. Returns the log-probs before the first step."""
     with torch.no_grad():
         old = token_logprobs(model, ids, attention, mask.shape[1])
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(ids)).chunk(MINIBATCHES):
-            now = token_logprobs(model, ids[rows], attention[rows], mask.shape[1])
-            loss = compute_loss(now, old[rows], advantages[rows], mask[rows])
+            logprobs = token_logprobs(model, ids[rows], attention[rows], mask.shape[1])
+            loss = compute_loss(logprobs, old[rows], advantages[rows], mask[rows])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -124,7 +125,8 @@ def evaluate(model) -> float:
 def show(model, ids, attention, mask, rewards, advantages, old) -> None:
     """Prints the answers to the first two questions, and their log-probs: sums over an answer."""
     n = mask.shape[1]
-    before, after = (old * mask).sum(1), (token_logprobs(model, ids, attention, n) * mask).sum(1)
+    before = (old * mask).sum(1)
+    after = (token_logprobs(model, ids, attention, n) * mask).sum(1)
     for row in range(2 * G):
         if row % G == 0:
             print("prompt: ", tokenizer.decode(ids[row, :-n][attention[row, :-n] == 1]))

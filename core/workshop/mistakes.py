@@ -1,28 +1,28 @@
 """Forty mistakes in the exercises of scratch.py, each with its cause, and the bug of exercise 10.
 
-Each is against a step or a remark of its exercise, and the function that makes it runs and returns
-numbers that look right. What the failing fact, a shape or the line of an error says has no entry.
+A mistake is against a step or a remark of its exercise, and the function still runs and returns
+numbers that look right. A mistake that the failing fact, a shape or an error explains has no entry.
 
-A mistake is a change of the solution: of its code, or of what it returns. The checker runs the
-changed solution, too. If it gives the same answers as the participant's function, the cause says
-what the participant did.
+It is described as a change of the solution: of its code, or of its result. If the changed solution
+gives the same answers as the participant's function, the checker prints the cause.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from core.workshop import solutions
 
-Change = tuple[str, ...] | Callable[[Any], Any]  # (old code, new code, ..), or of the right answer
+Change = tuple[str, ...] | Callable[[Any], Any]  # (old code, new code, ..); or of the result
 
 
 def mistakes_in(name: str) -> dict[str, list[Change]]:
     """The causes of mistakes in the exercise whose function is `name`, and the changes, each of
     which makes the mistake."""
     tables = [mistakes for names, mistakes in MISTAKES.items() if name in names.split()]
-    return {cause: changes for mistakes in tables for cause, changes in mistakes.items()}
+    return dict(itertools.chain.from_iterable(table.items() for table in tables))
 
 
 @cache
@@ -135,8 +135,8 @@ MISTAKES: dict[str, dict[str, list[Change]]] = {  # by the names of exercises
     },
     "sample": {
         "multinomial got logits or log-probs instead of probabilities":
-            [("all_logprobs.exp(), 1", f"{given}, 1")
-             for given in ("logits", "(logits / temperature)", "all_logprobs")],
+            [("all_logprobs.exp(), 1", f"{wrong}, 1")
+             for wrong in ("logits", "(logits / temperature)", "all_logprobs")],
         "the log-prob is that of another distribution: without the temperature":
             [("return ids, all_logprobs", "return ids, logits.log_softmax(-1)")],
         "at temperature 0 the log-prob is 0, as with a small number in its place":

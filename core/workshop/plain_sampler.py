@@ -33,18 +33,18 @@ class PlainSampler(Sampler):
     def step(self) -> list[tuple[Request, Completion]]:
         request = self.waiting.pop(0)
         limit = completion_limit(self.policy, request)
-        # One number in [0, 1) for each token that may come decides which token is drawn; seed and
+        # One random number in [0, 1) for each possible token decides which id is drawn; seed and
         # stream decide the numbers. The stream is the prompt's place in the list for `sample`, and
         # in training the number of the episode · 1000 + that of the agent (core/episodes.py)
-        numbers = uniforms(request.seed, request.stream, limit)  # [limit]
+        chances = uniforms(request.seed, request.stream, limit)  # [limit]
         token_ids: list[int] = []
         logprobs: list[float] = []
         while len(token_ids) < limit and not (token_ids and token_ids[-1] in self.policy.stop_ids):
             text = torch.tensor([request.prompt + token_ids], device=self.policy.device)  # [1, T]
-            # [1, V], of the next token; causal_lm: the model of transformers, LoRA included
-            logits = self.policy.causal_lm(text).logits[:, -1]
-            number = numbers[len(token_ids), None]
-            token, logprob = draw(logits, request.params, number)  # [1] each
+            # causal_lm is the model of transformers, LoRA included
+            logits = self.policy.causal_lm(text).logits[:, -1]  # [1, V], of the next token
+            chance = chances[len(token_ids), None]
+            token, logprob = draw(logits, request.params, chance)  # [1] each
             token_ids.append(int(token))
             logprobs.append(float(logprob))
         return [(request, to_completion(self.policy, token_ids, logprobs))]

@@ -66,9 +66,13 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> tu
 
 
 def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, input_ids: Tensor, mask: Tensor,
-    returns: Tensor, group_ids: Tensor,
-) -> float:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    input_ids: Tensor,
+    mask: Tensor,
+    returns: Tensor,
+    group_ids: Tensor,
+) -> float:
     logprobs = token_logprobs(model(input_ids), input_ids)
     advantages = group_advantages(returns, group_ids)[:, None].expand_as(logprobs)
     loss = clipped_loss(logprobs, logprobs.detach(), advantages, mask)
