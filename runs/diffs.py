@@ -7,20 +7,19 @@ from pathlib import Path
 
 ALGORITHMS = Path(__file__).resolve().parents[1] / "algorithms"
 PAGE = ALGORITHMS / "README.md"
-PAIRS = [  # file, file, function
-    ("reinforce.py", "grpo.py", "compute_advantages"), ("reinforce.py", "grpo.py", "compute_loss"),
-    *(("grpo.py", f"variants/{name}.py", "compute_loss") for name in ("gspo", "cispo", "dppo")),
-    ("grpo.py", "ppo.py", "compute_loss"),
-]  # fmt: skip
+PAIRS = [("reinforce.py", "grpo.py", "compute_advantages")]  # file, file, function
+PAIRS += [("reinforce.py", "grpo.py", "compute_loss")]
+PAIRS += [("grpo.py", f"variants/{name}.py", "compute_loss") for name in ("gspo", "cispo", "dppo")]
+PAIRS += [("grpo.py", "ppo.py", "compute_loss")]
 
 
 def formula(file: str, name: str) -> list[str]:
-    """The lines of a function up to what it returns, without docstring and comments."""
+    """The lines of a function up to its loss, without docstring and comments."""
     tree = ast.parse((ALGORITHMS / file).read_text(encoding="utf-8"))
     (function,) = (f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == name)
     lines = "\n".join(ast.unparse(statement) for statement in function.body[1:]).splitlines()
-    end = [i for i, line in enumerate(lines) if line.startswith("loss = ")]
-    return lines[: end[0] + 1] if end else lines
+    losses = [i for i, line in enumerate(lines) if line.startswith("loss = ")]
+    return lines[: losses[0] + 1] if losses else lines
 
 
 def diffs() -> str:

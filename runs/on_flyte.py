@@ -37,8 +37,8 @@ def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--gpu", action="store_true", help="use machines with a GPU")
     parser.add_argument("--local", action="store_true", help="run here, without Flyte")
-    parser.add_argument("--sweep", nargs="+", action="append", default=[],
-                        metavar=("FLAG", "VALUE"), help="all combinations")  # fmt: skip
+    sweep = parser.add_argument("--sweep", nargs="+", action="append", help="all combinations")
+    sweep.default, sweep.metavar = [], ("FLAG", "VALUE")
     options, flags = parser.parse_known_args(args)
     if bare := [flag for flag, *values in options.sweep if not values]:
         parser.error(f"--sweep {bare[0]} has no values; write --sweep {bare[0]} VALUE VALUE")
@@ -47,18 +47,20 @@ def main(args: list[str]) -> int:
     if not (options.local or (flyte and flyte.is_control_plane_available())):
         parser.error('no cluster: pip install -e ".[flyte]", flyte create config, or use --local')
     runs = plan(options.sweep, flags)
-    flags_of = [*runs.values()]
-    found = [*map(train_once, flags_of)] if options.local else run_on_flyte(flags_of)
-    rows = [[label, *row] for label, row in zip(runs, found, strict=True)]
+    flag_lists = [*runs.values()]
+    results = [*map(train_once, flag_lists)] if options.local else run_on_flyte(flag_lists)
+    rows = [[label, *result] for label, result in zip(runs, results, strict=True)]
     print("\n".join(markdown("run | held-out accuracy before and after RL [95%] | folder", rows)))
-    return int(any(result.startswith("failed: ") for result, _ in found))
+    return int(any(result.startswith("failed: ") for result, _ in results))
 
 
 def plan(sweep: list[list[str]], flags: list[str]) -> dict[str, list[str]]:
-    """The flags of each run, by those of the sweep; ends with train.py's message for wrong ones."""
+    """The flags of each run, by its flags of the sweep. Exits with a message for wrong ones."""
     free = (n for n in itertools.count(1) if not Path(f"runs/sweep-{n}").exists())
-    axes = [[{"true": f"--{f}", "false": f"--no-{f}"}.get(v, f"--{f} {v}") for v in values]
-            for f, *values in sweep]  # fmt: skip
+    axes = []
+    for flag, *values in sweep:
+        switch = {"true": f"--{flag}", "false": f"--no-{flag}"}
+        axes.append([switch.get(value, f"--{flag} {value}") for value in values])
     runs = {}
     for words in map(" ".join, itertools.product(*axes)):
         runs[words] = [*flags, *words.split(), "--run-name", f"sweep-{next(free)}"]
@@ -78,9 +80,10 @@ def train_once(flags: list[str]) -> list[str]:
     if process.returncode:
         reasons = [line for line in errors.splitlines() if line.startswith("train.py: ")]
         return ["failed: " + [*reasons, f"exit code {process.returncode}"][0], ""]
-    evaluated = before_after(read_records(folder / "metrics.jsonl"))
-    shown = [f"{env}: {accuracy_of(env, a)}, {accuracy_of(env, b)}" for env, a, b in evaluated]
-    return ["; ".join(shown) or "not evaluated", str(folder)]
+    accuracies = []
+    for env, first, last in before_after(read_records(folder / "metrics.jsonl")):
+        accuracies.append(f"{env}: {accuracy_of(env, first)}, {accuracy_of(env, last)}")
+    return ["; ".join(accuracies) or "not evaluated", str(folder)]
 
 
 def run_on_flyte(runs: list[list[str]], mode: str = "remote") -> list[list[str]]:

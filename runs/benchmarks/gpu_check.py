@@ -5,8 +5,8 @@
     python runs/benchmarks/gpu_check.py --cpu               # all steps on vLLM's CPU build
 
 Each step is a process of its own with a time limit, so the crash of one engine does not end the
-others. It prints one JSON line: what it found, its seconds, and the memory of the device; or the
-reason why it failed. Exit code 0 if all steps passed, else 1. All models but `tiny` have random
+others. It prints one JSON line: its results, its seconds, and the memory of the device; or the
+reason of its failure. Exit code 0 if all steps passed, else 1. All models but `tiny` have random
 weights; nothing is downloaded. core/nanollm.py says what to change where an engine fails.
 """
 
@@ -56,8 +56,8 @@ GREEDY = SamplingParams(max_tokens=48, temperature=0)
 # the kernels of a tree and a plain pass, and of another batch, add in another order
 TOLERANCE = 1e-4 if ON_CPU else 5e-2
 GROWTH = 0.0625  # GiB by which the memory in use may vary between cycles
-ANSWER = "answer: "  # begins the line in which a step prints what it found
-Found = dict[str, Any]
+ANSWER = "answer: "  # begins the line in which a step prints its results
+Results = dict[str, Any]
 
 
 @dataclass
@@ -74,23 +74,26 @@ def main(args: Args) -> int:
         raise SystemExit(f"no such step: {', '.join(sorted(unknown))}; choose {', '.join(STEPS)}")
     failed = []
     for name in args.only or STEPS:
-        print(json.dumps(line := run_step(name)), flush=True)
-        failed += [name] * ("error" in line)
+        line = run_step(name)
+        print(json.dumps(line), flush=True)
+        if "error" in line:
+            failed.append(name)
         if "versions" in failed:
             break  # nothing else can work
     print(json.dumps({"verdict": "failed" if failed else "passed", "failed": failed}))
     return int(bool(failed))
 
 
-def run_step(name: str) -> Found:
-    """Runs a step in a process of its own. Returns its results, or the reason why it failed."""
+def run_step(name: str) -> Results:
+    """Runs a step in a process of its own. Returns its results, or the reason of its failure."""
     command = [sys.executable, __file__, "--step", name, *["--cpu"] * ON_CPU]
-    started, limit = time.perf_counter(), 1500 if ON_CPU else 300
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    limit = 1500 if ON_CPU else 300
+    started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         try:
-            code = subprocess.run(command, stdout=output, stderr=output, timeout=limit,
-                                  env=os.environ | {"HF_HUB_OFFLINE": "1"}).returncode  # fmt: skip
-            reason = f"exit code {code}" if code else ""
+            run = subprocess.run(command, stdout=output, stderr=output, timeout=limit, env=env)
+            reason = f"exit code {run.returncode}" if run.returncode else ""
         except subprocess.TimeoutExpired:
             reason = f"stopped after {limit} s"
         output.seek(0)
@@ -106,15 +109,15 @@ def run_step(name: str) -> Found:
 # --- the steps: each raises AssertionError, or any other exception, if something is wrong ---------
 
 
-def versions() -> Found:
+def versions() -> Results:
     """The packages and a compiler: all that the other steps need."""
     device = "cpu" if ON_CPU else torch.cuda.get_device_name()
-    numbers = torch.arange(8.0, device="cpu" if ON_CPU else "cuda")
-    assert torch.compile(lambda x: x * 2 + 1)(numbers).tolist() == list(range(1, 17, 2))
+    x = torch.arange(8.0, device="cpu" if ON_CPU else "cuda")
+    assert torch.compile(lambda x: x * 2 + 1)(x).tolist() == list(range(1, 17, 2))
     return {"packages": package_versions(), "device": device, "cuda": torch.version.cuda}
 
 
-def attention() -> Found:
+def attention() -> Results:
     """Attention of a tree equals separate attention; its kernels."""
     policy = make_policy()
     train(policy, steps=1)
@@ -133,10 +136,10 @@ def attention() -> Found:
     return {"kernels": kernels, "gap_tree_max": gap.max().item()}
 
 
-def greedy() -> Found:
+def greedy() -> Results:
     """An engine: shared weights, and the greedy tokens of the torch sampler."""
     policy = make_policy()
-    sampler = make_engine(policy)  # its start compares the addresses of the weights
+    sampler = NanoLLM(policy, 0.5)  # its start compares the addresses of the weights
     with sampler:
         completions = sampler.sample(PROMPTS, GREEDY)
     expected = TorchSampler(policy).sample(PROMPTS, GREEDY)
@@ -146,13 +149,13 @@ def greedy() -> Found:
     return gaps(policy, completions, 1.0) | {"equal": f"{sum(equal)} of {len(equal)}"}
 
 
-def graphs() -> Found:
+def graphs() -> Results:
     """All weights, compiled, with CUDA graphs: five cycles, and an interrupt in the middle."""
     policy = make_policy()
-    sampler, found = make_engine(policy), Found()
+    sampler = NanoLLM(policy, 0.5)
     for _ in range(5):
         with sampler:
-            found |= gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+            results = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
         train(policy, steps=1)
     with sampler:
         first = sampler.sample(PROMPTS, PARAMS)
@@ -167,17 +170,17 @@ def graphs() -> Found:
         again = sampler.sample(PROMPTS, PARAMS)
     assert [c.token_ids for c in again] == [c.token_ids for c in first], "an interrupt had effects"
     mode = sampler.engine.vllm_config.compilation_config.cudagraph_mode
-    return found | {"cuda_graphs": str(mode)}
+    return results | {"cuda_graphs": str(mode)}
 
 
-def lora() -> Found:
+def lora() -> Results:
     """Adapters trained while the engine is awake, and while it is asleep; base weights are kept.
 
     The canary tells whether the engine has the last step.
     """
     policy = make_policy(lora_rank=8)
     base = {n: p.clone() for n, p in policy.causal_lm.named_parameters() if "lora_" not in n}
-    sampler, found = make_engine(policy), Found()
+    sampler, results = NanoLLM(policy, 0.5), Results()
     with sampler:
         train(policy, steps=1)  # away from B = 0
         sampler.sync()
@@ -185,24 +188,24 @@ def lora() -> Found:
         train(policy, steps=1)
         for name in ("canary_stale", "canary"):
             metrics, _ = canary.compare(policy, sampler, before)
-            found[name] = metrics.get("gap/canary")
+            results[name] = metrics.get("gap/canary")
             started = time.perf_counter()
             sampler.sync()
-            found["sync_s"] = time.perf_counter() - started
-        found["awake"] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+            results["sync_s"] = time.perf_counter() - started
+        results["awake"] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
     train(policy, steps=3)
     sampler.sync()
     with sampler:
-        found["asleep"] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
-    assert found["canary_stale"] > 0.9, found
-    # None: the new weights drew other tokens, so that nothing can be compared
-    assert found["canary"] is None or found["canary"] < 0.1, found
-    now = dict(policy.causal_lm.named_parameters())
-    assert all(torch.equal(now[name], weight) for name, weight in base.items()), "base changed"
-    return found
+        results["asleep"] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+    assert results["canary_stale"] > 0.9, results
+    # None: the new weights drew other tokens, so that no token can be compared
+    assert results["canary"] is None or results["canary"] < 0.1, results
+    trained = dict(policy.causal_lm.named_parameters())
+    assert all(torch.equal(trained[name], weight) for name, weight in base.items()), "base changed"
+    return results
 
 
-def learns() -> Found:
+def learns() -> Results:
     """Ten updates of the default run: most of the held-out words are right after them."""
     flags = "--num-updates 10 --eval-every 0 --sampler vllm --run-name check --device"
     with tempfile.TemporaryDirectory() as folder:
@@ -218,35 +221,37 @@ def learns() -> Found:
     return {"accuracy": accuracies, "train_s": [r.get("time/train_s") for r in records[1:]]}
 
 
-def sleep() -> Found:
+def sleep() -> Results:
     """Sleep frees the KV cache, cycles keep no memory, and a step while asleep is seen after it.
     Two engines, one after the other."""
-    policy, found = make_policy(), Found()
+    policy, results = make_policy(), Results()
     for number in ("first", "second"):
-        sampler, used = make_engine(policy), list[float]()
+        sampler = NanoLLM(policy, 0.5)
+        used: list[float] = []  # GiB asleep, after each cycle
         for _ in range(4):
             with sampler:
-                old, awake = sampler.sample(PROMPTS, PARAMS), memory_used()
+                old = sampler.sample(PROMPTS, PARAMS)
+                awake = memory_used()
             used.append(round(memory_used(), 3))
         assert ON_CPU or awake - used[-1] > 0.5, f"awake {awake}, asleep {used[-1]}"
         assert max(used[1:]) - used[1] < GROWTH, f"GiB asleep after each cycle: {used}"
         train(policy, steps=3)
         with sampler:
-            found |= gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+            results |= gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
         stale = sampling_gaps(policy, old, 0.7).mean().item()
         assert stale > 3 * TOLERANCE, f"the steps changed log-probs by {stale:.1e} nats only"
         sampler.close()
         closed = round(memory_used(), 3)
-        found[number] = {"awake_gib": awake, "asleep_gib": used, "closed_gib": closed}
-    return found
+        results[number] = {"awake_gib": awake, "asleep_gib": used, "closed_gib": closed}
+    return results
 
 
-STEPS: dict[str, Callable[[], Found]] = {
+STEPS: dict[str, Callable[[], Results]] = {
     step.__name__: step for step in (versions, greedy, attention, graphs, lora, learns, sleep)
 }
 
 
-# --- what the steps share -------------------------------------------------------------------------
+# --- shared by the steps --------------------------------------------------------------------------
 
 
 def make_policy(lora_rank: int = 0) -> Policy:
@@ -262,10 +267,6 @@ def make_policy(lora_rank: int = 0) -> Policy:
     return policy
 
 
-def make_engine(policy: Policy) -> NanoLLM:
-    return NanoLLM(policy, 0.5)
-
-
 def train(policy: Policy, steps: int) -> None:
     """Takes optimizer steps that change every trainable weight a little."""
     optimizer = make_optimizer(policy, lr=1e-3)
@@ -278,10 +279,10 @@ def train(policy: Policy, steps: int) -> None:
     optimizer.release()
 
 
-def gaps(policy: Policy, completions: list[Completion], temperature: float) -> Found:
+def gaps(policy: Policy, completions: list[Completion], temperature: float) -> Results:
     """|trainer - sampler| in nats; raises AssertionError if it is larger than rounding."""
-    found = sampling_gaps(policy, completions, temperature)
-    mean, largest = found.mean().item(), found.max().item()
+    token_gaps = sampling_gaps(policy, completions, temperature)
+    mean, largest = token_gaps.mean().item(), token_gaps.max().item()
     assert mean < TOLERANCE, f"gap of {mean:.1e} nats on average, {largest:.1e} at most"
     return {"gap_mean": mean, "gap_max": largest}
 

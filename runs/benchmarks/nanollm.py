@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 from record import markdown, spread, versions  # noqa: E402
-from vs_trl import SHAPES, alone, save_model  # noqa: E402
+from vs_trl import SHAPES, in_fresh_process, save_model  # noqa: E402
 
 from core import canary  # noqa: E402
 from core.config import Config  # noqa: E402
@@ -42,7 +42,7 @@ MEMORY_SHARE = 0.5  # of the GPU, for an engine
 
 @dataclass
 class Args:
-    """What to measure."""
+    """The models and the work to measure."""
 
     sizes: tuple[str, ...] = ("0.6B",) if ON_GPU else ("tiny",)
     rounds: int = 5  # turns of each sampler
@@ -53,23 +53,26 @@ class Args:
 
 
 def main(args: Args) -> None:
-    found: dict[str, Any] = {"versions": versions(), "settings": vars(args)}
+    results: dict[str, Any] = {"versions": versions(), "settings": vars(args)}
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            alone(save_model, folder, SHAPES[size], "bfloat16" if ON_GPU else "float32")
+            in_fresh_process(save_model, folder, SHAPES[size], "bfloat16" if ON_GPU else "float32")
             rates: dict[str, list[float]] = {name: [] for name in SAMPLERS}
             for turn, name in itertools.product(range(args.rounds), SAMPLERS):
-                rates[name].append(alone(rate, name, args, folder))
+                rates[name].append(in_fresh_process(rate, name, args, folder))
                 print(f"round {turn + 1}: {name:34} {rates[name][-1]:9.0f} tokens/s", flush=True)
-            rest = {f"sync, LoRA of rank {r}": alone(sync, args, folder, r) for r in (0, 32)}
-            rest["gap"] = alone(gap, args, folder)
+            costs = {
+                f"sync, LoRA of rank {r}": in_fresh_process(sync, args, folder, r) for r in (0, 32)
+            }
+            costs["gap"] = in_fresh_process(gap, args, folder)
         ours = statistics.median(rates["NanoLLM"])
-        rows = [[name, spread(of, ",.0f"), f"{ours / statistics.median(of):.2f}"]
-                for name, of in rates.items()]  # fmt: skip
+        rows = []
+        for name, values in rates.items():
+            rows.append([name, spread(values, ",.0f"), f"{ours / statistics.median(values):.2f}"])
         head = f"{size} | tokens/s: median [lowest, highest] | NanoLLM / sampler"
-        print("\n".join(["", *markdown(head, rows), "", *map(str, rest.items())]), flush=True)
-        found[size] = {"tokens_per_s": rates} | rest
-    print(json.dumps(found))
+        print("\n".join(["", *markdown(head, rows), "", *map(str, costs.items())]), flush=True)
+        results[size] = {"tokens_per_s": rates} | costs
+    print(json.dumps(results))
 
 
 def rate(name: str, args: Args, folder: str) -> float:
@@ -88,7 +91,6 @@ def prompts(args: Args) -> list[list[int]]:
 
 
 def make_nanollm(args: Args, folder: str, **options: Any) -> tuple[Any, Any]:
-    """A policy and a NanoLLM on its weights."""
     from core.nanollm import NanoLLM
 
     length = args.prompt_tokens + args.max_tokens
@@ -109,17 +111,15 @@ def with_nanollm(args: Args, folder: str) -> Sample:
     return sample
 
 
-def with_vllm(args: Args, folder: str, **options: Any) -> Sample:
+def with_vllm(args: Args, folder: str) -> Sample:
     import vllm
 
-    memory = {"gpu_memory_utilization": MEMORY_SHARE} if ON_GPU else {
-        "kv_cache_memory_bytes": 1 << 27, "enforce_eager": True, "block_size": 32,
-    }  # fmt: skip
-    llm = vllm.LLM(
-        model=folder, dtype="bfloat16" if ON_GPU else "float32", skip_tokenizer_init=True,
-        logprobs_mode="processed_logprobs", max_model_len=args.prompt_tokens + args.max_tokens,
-        generation_config="vllm", **memory | options,
-    )  # fmt: skip
+    on_gpu = {"dtype": "bfloat16", "gpu_memory_utilization": MEMORY_SHARE}
+    on_cpu = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 27, "block_size": 32}
+    options = on_gpu if ON_GPU else on_cpu | {"enforce_eager": True}
+    options["max_model_len"] = args.prompt_tokens + args.max_tokens
+    options |= {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+    llm = vllm.LLM(model=folder, generation_config="vllm", **options)
     batch = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts(args)]
     params = vllm.SamplingParams(
         temperature=1.0, max_tokens=args.max_tokens, logprobs=0, detokenize=False, ignore_eos=True
@@ -133,14 +133,11 @@ def with_vllm(args: Args, folder: str, **options: Any) -> Sample:
     return sample
 
 
-SAMPLERS = {
-    "NanoLLM": with_nanollm,
-    "plain vLLM": with_vllm,
-}
+SAMPLERS = {"NanoLLM": with_nanollm, "plain vLLM": with_vllm}
 
 
 def sync(args: Args, folder: str, lora_rank: int) -> dict[str, Any]:
-    """The seconds and bytes of a sync; that of all weights moves no data."""
+    """The seconds and bytes of a sync; without LoRA it moves no data."""
     _, sampler = make_nanollm(args, folder, lora_rank=lora_rank)
     with sampler:
         seconds = statistics.median(timed(sampler.sync) for _ in range(20))

@@ -37,18 +37,21 @@ from typing import Any, Literal
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-               "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch  # noqa: E402
 import tyro  # noqa: E402
 from record import commit, machine, markdown, spread, versions, write_table  # noqa: E402
 
+from core import settings  # noqa: E402
 from core.types import Message  # noqa: E402
 from environments.base import Env, Step  # noqa: E402
 from environments.plumbing.registry import register  # noqa: E402
 
-SHAPES = {  # of a Qwen3: width, MLP, layers, heads, heads of keys, size of a head, vocabulary
+SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+SIZES += ["num_key_value_heads", "head_dim", "vocab_size"]
+SHAPES = {  # of a Qwen3, in the order of SIZES
     "tiny": (128, 384, 4, 4, 2, 32, 704),
     "4M": (256, 768, 5, 4, 2, 64, 704),
     "0.6B": (1024, 3072, 28, 16, 8, 128, 151936),
@@ -61,7 +64,7 @@ GB = 2**30
 
 @dataclass
 class Args:
-    """What to measure."""
+    """The model and the work to measure."""
 
     model: Literal["4M", "0.6B", "4B"] = "4M"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -69,7 +72,7 @@ class Args:
     num_prompts: int = 8  # with 8 completions each
     prompt_tokens: tuple[int, ...] = ()  # one case each; none: 50 and 200, on a GPU 200
     max_tokens: int = 0  # of every completion, exactly; 0: 64, on a GPU 512
-    steps: int = 4  # measured in each process, after one that is not
+    steps: int = 4  # measured in each process, after one step that is not measured
     rounds: int = 5  # of each side, in turn
     write: bool = True  # on a CPU: save the results as JSON and write the table into README.md
 
@@ -88,61 +91,56 @@ def main(args: Args) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
     with tempfile.TemporaryDirectory() as folder:
         dtype = "float32" if args.device == "cpu" else "bfloat16"
-        alone(save_model, folder, SHAPES[args.model], dtype)
-        found = {tokens: pairs(args, folder, tokens) for tokens in args.prompt_tokens}
-    lines = table(args, found)
+        in_fresh_process(save_model, folder, SHAPES[args.model], dtype)
+        cases = {tokens: measure(args, folder, tokens) for tokens in args.prompt_tokens}
+    lines = table(args, cases)
     print("\n".join(["", *lines]), flush=True)
     command = shlex.join(["python", f"runs/benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    result = {"machine": machine(), "commit": commit(), "command": command,
-              "threads": torch.get_num_threads(), "versions": versions(),
-              "cases": found}  # fmt: skip
+    threads = torch.get_num_threads()
+    setup = {"machine": machine(), "commit": commit(), "command": command, "threads": threads}
+    result = setup | {"versions": versions(), "cases": cases}
     if args.device == "cuda":
         print(json.dumps(result))
     elif args.write:
         (HERE / "speed/vs_trl-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-        used = ", ".join(f"{package} {number}" for package, number in versions().items())
-        made = f"`{command}` at commit {commit()} on {machine()}; {torch.get_num_threads()} threads"
-        write_table(HERE / "speed", [f"{made}; {used}.", "", *lines], "vs_trl")
+        packages = ", ".join(f"{package} {number}" for package, number in versions().items())
+        source = f"`{command}` at commit {commit()} on {machine()}; {threads} threads; {packages}."
+        write_table(HERE / "speed", [source, "", *lines], "vs_trl")
 
 
-def pairs(args: Args, folder: str, prompt_tokens: int) -> dict[str, list[dict[str, Any]]]:
-    """Measures both sides in turn, A B A B ..
-
-    Raises RuntimeError if the sides did different work.
-    """
+def measure(args: Args, folder: str, prompt_tokens: int) -> dict[str, list[dict[str, Any]]]:
+    """Measures both sides in turn, A B A B .. Raises RuntimeError if they did different work."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
     for turn in range(args.rounds):
         for name, side in SIDES.items():
-            answer = alone(side, args, folder, prompt_tokens)
+            answer = in_fresh_process(side, args, folder, prompt_tokens)
             if {*answer["sampled"]} != {args.budget} or answer["prompt_tokens"] != prompt_tokens:
                 raise RuntimeError(f"{name} sampled other tokens than {args.budget}: {answer}")
             results[name].append(answer)
-            print(f"prompts of {prompt_tokens} tokens, round {turn + 1} of {args.rounds}: "
-                  f"{name:6} {answer['step_s']:.4g} s", flush=True)  # fmt: skip
+            case = f"prompts of {prompt_tokens} tokens, round {turn + 1} of {args.rounds}"
+            print(f"{case}: {name:6} {answer['step_s']:.4g} s", flush=True)
     return results
 
 
-def alone(call: Callable[..., Any], *given: Any) -> Any:
-    """What a call returns in a fresh process."""
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(call, *given).result()
+        return pool.submit(function, *args).result()
 
 
-def table(args: Args, found: dict[int, dict[str, list[dict[str, Any]]]]) -> list[str]:
+def table(args: Args, cases: dict[int, dict[str, list[dict[str, Any]]]]) -> list[str]:
     """One row per length of the prompts and side, as Markdown."""
     rows = []
     trained = f"LoRA {args.lora_rank}" if args.lora_rank else "all weights"
-    for prompt_tokens, sides in found.items():
+    for prompt_tokens, sides in cases.items():
         ours, theirs = ([answer["step_s"] for answer in answers] for answers in sides.values())
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]  # pairs have the same load
         for name, answers in sides.items():
             keys = ("step_s", "sampling_s", "memory_gb")
             steps, sampling, peak = ([answer[key] for answer in answers] for key in keys)
-            rows.append([
-                f"{args.model}, {trained}", f"{args.num_prompts} of {prompt_tokens}",
-                f"{args.budget:,}", name, spread(steps), spread(sampling),
-                spread(ratios) if name == "TRL" else "", spread(peak, ".1f"),
-            ])  # fmt: skip
+            case = f"{args.model}, {trained}", f"{args.num_prompts} of {prompt_tokens}"
+            ratio = spread(ratios) if name == "TRL" else ""
+            seconds = spread(steps), spread(sampling)
+            rows.append([*case, f"{args.budget:,}", name, *seconds, ratio, spread(peak, ".1f")])
     head = "model | prompts | tokens per step | side | step, s | sampling, s | picoRL / TRL"
     return markdown(f"{head} | peak, GB", rows)
 
@@ -157,13 +155,9 @@ def save_model(folder: str, shape: tuple[int, ...], dtype: str) -> None:
     from core.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
-    width, mlp, layers, heads, kv_heads, head_dim, vocab = shape
-    config = Qwen3Config(
-        vocab_size=vocab, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = dict(zip(SIZES, shape, strict=True)) | {"max_position_embeddings": 4096}
+    config = Qwen3Config(**sizes, **ends, bos_token_id=None, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
@@ -242,11 +236,10 @@ class StepTimer:
     def answer(self) -> dict[str, Any]:
         steps = [b - a for a, b in pairwise(self.ends)]
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {
-            "step_s": statistics.median(steps), "sampling_s": statistics.median(self.sampling[1:]),
-            "steps_s": steps, "sampled": self.sampled, "prompt_tokens": self.prompt_tokens,
-            "memory_gb": (self.peak or resident) / GB,
-        }  # fmt: skip
+        seconds = {"step_s": statistics.median(steps), "steps_s": steps}
+        seconds["sampling_s"] = statistics.median(self.sampling[1:])
+        tokens = {"sampled": self.sampled, "prompt_tokens": self.prompt_tokens}
+        return seconds | tokens | {"memory_gb": (self.peak or resident) / GB}
 
 
 def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
@@ -255,13 +248,13 @@ def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
     from core.loop import play, run
     from core.loop.run import Run
 
-    timer, cpu = StepTimer(), args.device == "cpu"
+    timer = StepTimer()
     collect, log = play.collect, Run.log
 
-    def collect_rollouts(*given: Any) -> Any:
-        found = collect(*given)
-        timer.prompt_tokens = len(found[0][0].turns[0].prompt_ids)
-        return found
+    def collect_rollouts(*collect_args: Any) -> Any:
+        sampled, trained, canary = collect(*collect_args)
+        timer.prompt_tokens = len(sampled[0].turns[0].prompt_ids)
+        return sampled, trained, canary
 
     def end_step(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> None:
         log(run, update, metrics, rollouts)
@@ -271,24 +264,25 @@ def picorl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
             timer.step_ended()
 
     play.collect = timer.time_sampling(collect_rollouts)
-    Run.log, Run.save, run.trace_tokens = end_step, lambda run: False, lambda *given: {}
+    Run.log = end_step
+    Run.save = lambda run: False
+    run.trace_tokens = lambda *trace_args: {}
     os.chdir(tempfile.mkdtemp(dir=folder))  # for runs/
-    train.main(train.Config(
-        model_id=folder, env=(f"speed:tokens={prompt_tokens}",),
-        num_updates=args.steps + 1, num_prompts=args.num_prompts, group_size=GROUP_SIZE,
-        max_tokens=args.max_tokens, max_turns=1, max_model_len=prompt_tokens + args.max_tokens,
-        max_tokens_per_micro_batch=2048 if cpu else 8192, lora_rank=args.lora_rank, sft_steps=0,
-        sampler="torch" if cpu else "vllm", device=args.device,
-        eval_num_tasks=0, save_every=0,
-    ))  # fmt: skip
+    sampler, micro_batch = ("torch", 2048) if args.device == "cpu" else ("vllm", 8192)
+    flags = f"""--model-id {folder} --env speed:tokens={prompt_tokens} --max-turns 1
+        --num-updates {args.steps + 1} --sft-steps 0 --eval-num-tasks 0 --save-every 0
+        --num-prompts {args.num_prompts} --group-size {GROUP_SIZE} --max-tokens {args.max_tokens}
+        --max-model-len {prompt_tokens + args.max_tokens} --lora-rank {args.lora_rank}
+        --max-tokens-per-micro-batch {micro_batch} --sampler {sampler} --device {args.device}"""
+    train.main(settings.parse(flags.split()))
     return timer.answer()
 
 
 def trl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
     """Measures steps of TRL's GRPOTrainer.
 
-    It has its defaults, except for the workload and for what saves memory, not time, and the same
-    adapters as core.policy makes.
+    TRL has its defaults, except for the workload and options that save memory, not time; and it has
+    the same adapters as picoRL.
     """
     from datasets import Dataset
     from peft import LoraConfig
@@ -305,27 +299,32 @@ def trl(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
     def rewards(completions: list, **rest: Any) -> list[float]:
         return [reward(completion[0]["content"]) for completion in completions]
 
-    prompts = [prompt(seed, prompt_tokens)
-               for seed in range(args.num_prompts * (args.steps + 1))]  # fmt: skip
+    prompts = [prompt(seed, prompt_tokens) for seed in range(args.num_prompts * (args.steps + 1))]
+    off = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    off["gradient_checkpointing"] = False
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(dir=folder),
+        max_steps=args.steps + 1,
+        num_generations=GROUP_SIZE,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=args.num_prompts * GROUP_SIZE // rows,
+        max_completion_length=args.max_tokens,
+        learning_rate=2e-5 if rank else 1e-6,
+        **engine_options(args, folder, prompt_tokens) | off,
+    )
+    adapters = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "lora_alpha": 2 * rank}
     trainer = GRPOTrainer(
-        model=folder, reward_funcs=rewards, callbacks=[EndOfStep()],
+        model=folder,
+        reward_funcs=rewards,
+        callbacks=[EndOfStep()],
         train_dataset=Dataset.from_list([{"prompt": messages} for messages in prompts]),
-        args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(dir=folder), max_steps=args.steps + 1,
-            num_generations=GROUP_SIZE, per_device_train_batch_size=rows,
-            gradient_accumulation_steps=args.num_prompts * GROUP_SIZE // rows,
-            max_completion_length=args.max_tokens, beta=0.0, num_iterations=1,
-            gradient_checkpointing=False, report_to="none", save_strategy="no",
-            disable_tqdm=True, learning_rate=2e-5 if rank else 1e-6,
-            **engine_options(args, folder, prompt_tokens),
-        ),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank,
-                               target_modules="all-linear") if rank else None,
-    )  # fmt: skip
+        args=config,
+        peft_config=LoraConfig(r=rank, **adapters) if rank else None,
+    )
     sample = trainer._generate_single_turn
 
-    def generate(prompt_ids: list, *given: Any, **options: Any) -> Any:
-        result = sample(prompt_ids, *given, **options)
+    def generate(prompt_ids: list, *sample_args: Any, **options: Any) -> Any:
+        result = sample(prompt_ids, *sample_args, **options)
         timer.prompt_tokens = len(prompt_ids[0])
         timer.sampled.append(sum(map(len, result[0])))
         return result
@@ -349,13 +348,14 @@ def engine_options(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any
     rows = args.num_prompts * GROUP_SIZE * (length + 16)
     cache = 4 * layers * kv_heads * head_dim * rows  # keys and values of two bytes
     weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    _, total = torch.cuda.mem_get_info()
     return {
-        "use_vllm": True, "vllm_mode": "colocate", 
-        "vllm_gpu_memory_utilization":
-            (weights + 1.1 * cache + 4 * GB) / torch.cuda.mem_get_info()[1],
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": (weights + 1.1 * cache + 4 * GB) / total,
         "vllm_max_model_length": length,
         "model_init_kwargs": {"dtype": "bfloat16" if args.lora_rank else "float32"},
-    }  # fmt: skip
+    }
 
 
 SIDES = {"picoRL": picorl, "TRL": trl}

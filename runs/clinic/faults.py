@@ -21,13 +21,7 @@ import torch  # noqa: E402
 from torch.nn.functional import dropout  # noqa: E402
 
 import train  # noqa: E402
-from core import (  # noqa: E402
-    context,
-    optimizer,
-    policy,
-    sampler,
-    tasks,
-)
+from core import context, optimizer, policy, sampler, tasks  # noqa: E402
 from core.loop import before  # noqa: E402
 from core.types import Completion  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
@@ -37,11 +31,11 @@ Patch = Callable[[Any, str, Any], None]  # replaces a part of our modules: (modu
 
 @dataclass
 class Fault:
-    """A row of the page. `install` is the fault; its docstring says what it does."""
+    """A row of the page; the docstring of `install` describes the fault."""
 
-    install: Callable[[Patch], None]
+    install: Callable[[Patch], None]  # puts the fault into our modules
     source: str  # where it was reported
-    warning: str  # that names it; "": none does
+    warning: str  # the warning that names it; "": none does
     flags: str = ""  # of train.py, also for the healthy run beside it
 
 
@@ -66,8 +60,8 @@ def stale_weights(patch: Patch) -> None:
     """The sampler keeps the weights with which it started; no sync reaches it."""
     init = sampler.TorchSampler.__init__
 
-    def frozen(self: Any, own: policy.Policy, *args: Any) -> None:
-        init(self, replace(own, model=copy.deepcopy(own.model)), *args)
+    def frozen(self: Any, model_policy: policy.Policy, *args: Any) -> None:
+        init(self, replace(model_policy, model=copy.deepcopy(model_policy.model)), *args)
 
     patch(sampler.TorchSampler, "__init__", frozen)
 
@@ -78,9 +72,9 @@ def stale_adapter(patch: Patch) -> None:
     trained: list[Any] = []
     init = sampler.TorchSampler.__init__
 
-    def copied(self: Any, own: policy.Policy, *args: Any) -> None:
-        trained.append(own.model)
-        init(self, replace(own, model=copy.deepcopy(own.model)), *args)
+    def copied(self: Any, model_policy: policy.Policy, *args: Any) -> None:
+        trained.append(model_policy.model)
+        init(self, replace(model_policy, model=copy.deepcopy(model_policy.model)), *args)
 
     def sync(self: Any) -> None:
         weights = trained[-1].state_dict()
@@ -96,10 +90,12 @@ def stale_prefix_cache(patch: Patch) -> None:
     """The adapter is replaced in place; the cache keeps the prompts' keys and values of the old."""
     prefill, old = sampler.prefill, list[Any]()
 
-    def from_cache(own: policy.Policy, prompts: list[list[int]], max_new_tokens: int) -> Any:
-        old.append(old[0] if old else copy.deepcopy(own.model))
-        cache = prefill(replace(own, model=old[0]), prompts, max_new_tokens)
-        cache.model = own.causal_lm
+    def from_cache(
+        model_policy: policy.Policy, prompts: list[list[int]], max_new_tokens: int
+    ) -> Any:
+        old.append(old[0] if old else copy.deepcopy(model_policy.model))
+        cache = prefill(replace(model_policy, model=old[0]), prompts, max_new_tokens)
+        cache.model = model_policy.causal_lm
         return cache
 
     patch(sampler, "prefill", from_cache)
@@ -111,9 +107,9 @@ def whole_distribution(patch: Patch) -> None:
     build = sampler.to_completion
 
     def without_kept(
-        own: policy.Policy, ids: list[int], logprobs: list[float], _: Any, *stop: Any
+        model_policy: policy.Policy, ids: list[int], logprobs: list[float], _: Any, *stop: Any
     ) -> Any:
-        return build(own, ids, logprobs, None, *stop)
+        return build(model_policy, ids, logprobs, None, *stop)
 
     patch(sampler, "to_completion", without_kept)
 
@@ -173,9 +169,9 @@ def advantages_shifted(patch: Patch) -> None:
     """After a gather in another order each rollout has the advantage of its neighbour."""
     add_advantages = train.add_advantages
 
-    def shifted(batch: Any, found: torch.Tensor) -> None:
+    def shifted(batch: Any, advantages: torch.Tensor) -> None:
         lengths = batch.rollout.unique_consecutive(return_counts=True)[1]
-        of_rollouts = found[lengths.cumsum(0) - 1]  # at the last token of each
+        of_rollouts = advantages[lengths.cumsum(0) - 1]  # at the last token of each
         add_advantages(batch, of_rollouts.roll(1).repeat_interleave(lengths))
 
     patch(train, "add_advantages", shifted)
@@ -188,9 +184,10 @@ def groups_mixed(patch: Patch) -> None:
 
     def tiled(*args: Any) -> list[tasks.Task]:
         drawn = train_tasks(*args)
-        size = 1 + max(task.group_id for task in drawn)
-        each = len(drawn) // size
-        return [replace(t, seed=drawn[i % size * each].seed) for i, t in enumerate(drawn)]
+        num_groups = 1 + max(task.group_id for task in drawn)
+        group_size = len(drawn) // num_groups
+        seeds = [drawn[i % num_groups * group_size].seed for i in range(len(drawn))]
+        return [replace(task, seed=seed) for task, seed in zip(drawn, seeds, strict=True)]
 
     patch(tasks, "train_tasks", tiled)
 
@@ -245,8 +242,8 @@ def value_head_left_out(patch: Patch) -> None:
     """The optimizer was made before the value head, and does not have it."""
     make = optimizer.make_optimizer
 
-    def without_head(own: policy.Policy, *args: Any, **options: Any) -> Any:
-        return make(replace(own, value_head=None), *args, **options)
+    def without_head(model_policy: policy.Policy, *args: Any, **options: Any) -> Any:
+        return make(replace(model_policy, value_head=None), *args, **options)
 
     patch(optimizer, "make_optimizer", without_head)
 
@@ -256,8 +253,8 @@ def high_rate(patch: Patch) -> None:
     """The learning rate is that of another recipe, 100 times as high."""
     make = optimizer.make_optimizer
 
-    def hundredfold(own: policy.Policy, lr: float, *args: Any, **options: Any) -> Any:
-        return make(own, 100 * lr, *args, **options)
+    def hundredfold(model_policy: policy.Policy, lr: float, *args: Any, **options: Any) -> Any:
+        return make(model_policy, 100 * lr, *args, **options)
 
     patch(optimizer, "make_optimizer", hundredfold)
 
@@ -288,8 +285,8 @@ def reward_for_length(patch: Patch) -> None:
     step = LetterCounting.step
 
     def shorter(self: LetterCounting, response: str) -> Any:
-        found = step(self, response)
-        return replace(found, reward=found.reward - 0.2 * len(response.split()))
+        right = step(self, response)
+        return replace(right, reward=right.reward - 0.2 * len(response.split()))
 
     patch(LetterCounting, "step", shorter)
 

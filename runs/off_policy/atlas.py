@@ -41,7 +41,7 @@ GROUP = 4  # rollouts of a task
 
 @dataclass
 class Tasks:
-    """Two tasks: logits [task, token, go on or end], and what follows from them, in float64."""
+    """Two tasks: logits [task, token, go on or end], float64, and what they determine."""
 
     logits: Tensor
 
@@ -66,15 +66,16 @@ class Tasks:
 
     def batches(self) -> Iterator[tuple[Tensor, float]]:
         """Every batch: the completions of the rollouts, [2 · GROUP], and its probability."""
-        chances = self.logprobs().sum(-1).exp().tolist()
+        easy, hard = self.logprobs().sum(-1).exp().tolist()  # probabilities of the completions
         groups = list(itertools.combinations_with_replacement(range(4), GROUP))
-        orders = [math.factorial(GROUP) / math.prod(math.factorial(g.count(i)) for i in range(4))
-                  for g in groups]  # fmt: skip
-        probabilities = [[order * math.prod(chances[task][i] for i in g)
-                          for g, order in zip(groups, orders, strict=True)]
-                         for task in range(2)]  # fmt: skip
-        for (i, first), (j, second) in itertools.product(enumerate(groups), repeat=2):
-            yield torch.tensor(first + second), probabilities[0][i] * probabilities[1][j]
+        for first, second in itertools.product(groups, repeat=2):
+            yield torch.tensor(first + second), chance(first, easy) * chance(second, hard)
+
+
+def chance(group: tuple[int, ...], probabilities: list[float]) -> float:
+    """The probability of a group's completions, in any order."""
+    orders = len({*itertools.permutations(group)})
+    return orders * math.prod(probabilities[completion] for completion in group)
 
 
 def mask() -> Tensor:
@@ -106,18 +107,17 @@ def estimate(
         right = RIGHT[task, completions].to(rewards.dtype)
         rewards[torch.arange(2 * GROUP), LENGTHS[completions] - 1] = right
         rollout, place = sampled.nonzero(as_tuple=True)  # of each token: [S] and [S]
-        old_here = old_logprobs[task, completions][sampled]
-        ones = torch.ones_like(old_here)
-        tokens = Tokens(
-            rollout=rollout, turn=rollout * 0, sequence=rollout, group=task[rollout],
-            rewards=rewards[sampled], discounts=ones, in_loss=rollout >= 0,
-            old_logprobs=old_here, sampler_logprobs=old_here, importance_weights=ones, place=place,
-            logprobs=logprobs[task, completions][sampled].requires_grad_(),
-        )  # fmt: skip
+        sampled_logprobs = old_logprobs[task, completions][sampled]
+        ones = torch.ones_like(sampled_logprobs)
+        tokens = Tokens(rollout=rollout, turn=rollout * 0, sequence=rollout, group=task[rollout])
+        tokens.add({"rewards": rewards[sampled], "in_loss": rollout >= 0, "place": place})
+        tokens.add({"discounts": ones, "importance_weights": ones})
+        tokens.add({"old_logprobs": sampled_logprobs, "sampler_logprobs": sampled_logprobs})
+        tokens.logprobs = logprobs[task, completions][sampled].requires_grad_()
         if values is not None:
             tokens.old_values = tokens.values = values[task, completions][sampled]
-        found = algorithm.compute_advantages(tokens, options)
-        tokens.add(found if isinstance(found, dict) else {"advantages": found})
+        vectors = algorithm.compute_advantages(tokens, options)
+        tokens.add(vectors if isinstance(vectors, dict) else {"advantages": vectors})
         rollouts = list(range(2 * GROUP))
         tokens.token_weights = token_weights(tokens, rollouts, options.aggregation, 3)
         loss, _ = algorithm.compute_loss(tokens, options)
@@ -136,22 +136,22 @@ def gradient_of(tasks: Tasks, objective: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def estimators() -> dict[str, tuple[Any, Any, str]]:
-    """Name: algorithm, options, and PPO's values."""
-    found: dict[str, tuple[Any, Any, str]] = {}
+    """By name: the algorithm, its options, and the name of PPO's values."""
+    rows: dict[str, tuple[Any, Any, str]] = {}
     for baseline in ("none", "batch", "group", "leave_one_out"):
         options = reinforce.Options(baseline=baseline)  # type: ignore[arg-type]
-        found[f"`reinforce`, baseline {baseline}"] = reinforce, options, ""
+        rows[f"`reinforce`, baseline {baseline}"] = reinforce, options, ""
     for loss_type in grpo.LOSS_TYPES:
-        found[f"`grpo`, loss type {loss_type}"] = grpo, grpo.Options(loss_type), ""  # type: ignore[arg-type]
+        rows[f"`grpo`, loss type {loss_type}"] = grpo, grpo.Options(loss_type), ""  # type: ignore[arg-type]
     for algorithm in (gspo, cispo, dppo):
-        found[f"`{algorithm.__name__.rpartition('.')[2]}`"] = algorithm, algorithm.Options(), ""
+        rows[f"`{algorithm.__name__.rpartition('.')[2]}`"] = algorithm, algorithm.Options(), ""
     for drop in ("further", "any"):
         tight = dppo.Options(limit=0.1, drop=drop)  # type: ignore[arg-type]
-        found[f"`dppo`, limit 0.1, drop {drop}"] = dppo, tight, ""
-    for of, gae_lambda in itertools.product(("exact values", "wrong values"), (0.0, 0.95, 1.0)):
+        rows[f"`dppo`, limit 0.1, drop {drop}"] = dppo, tight, ""
+    for kind, gae_lambda in itertools.product(("exact values", "wrong values"), (0.0, 0.95, 1.0)):
         options = ppo.Options(gae_lambda=gae_lambda)
-        found[f"`ppo`, λ = {gae_lambda:g}, {of}"] = ppo, options, of
-    return found
+        rows[f"`ppo`, λ = {gae_lambda:g}, {kind}"] = ppo, options, kind
+    return rows
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -164,30 +164,31 @@ def atlas() -> dict[str, list[float]]:
     old = Tasks(torch.tensor(LOGITS))
     noise = torch.randn(old.logits.shape, generator=torch.Generator().manual_seed(0))
     new = Tasks(old.logits + MOVED * noise)
-    values = {"": None, "exact values": old.values(),
-              "wrong values": torch.full((2, 4, 3), 0.5)}  # fmt: skip
-    found = {}
-    for name, (algorithm, options, of) in track(estimators().items(), "estimators", transient=True):
-        numbers = []
-        for at in (old, new):
-            mean, variance = estimate(algorithm, options, old, at, values[of])
-            numbers.append(cosine(mean, gradient_of(at, lambda p: p)))
-            if at is old:
-                numbers.append(cosine(mean, gradient_of(at, torch.log)))
-            numbers.append(2 * GROUP * variance / mean.square().sum().item())
-        found[name] = numbers
-    return found
+    wrong = torch.full((2, 4, 3), 0.5)
+    values = {"": None, "exact values": old.values(), "wrong values": wrong}
+    rows = {}
+    for name, estimator in track(estimators().items(), "estimators", transient=True):
+        algorithm, options, kind = estimator
+        row = []
+        for tasks in (old, new):
+            mean, variance = estimate(algorithm, options, old, tasks, values[kind])
+            row.append(cosine(mean, gradient_of(tasks, lambda p: p)))
+            if tasks is old:
+                row.append(cosine(mean, gradient_of(tasks, torch.log)))
+            row.append(2 * GROUP * variance / mean.square().sum().item())
+        rows[name] = row
+    return rows
 
 
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     rows = []
-    for name, numbers in atlas().items():
-        cells = [f"{x:.1f}" if i in (2, 4) else f"{x:.3f}" for i, x in enumerate(numbers)]
+    for name, row in atlas().items():
+        cells = [f"{x:.{digits}f}" for x, digits in zip(row, (3, 3, 1, 3, 1), strict=True)]
         rows.append([name, *cells])
-    head = ("estimator | cosine with ∇J | cosine with ∇ log p | noise per rollout | "
-            "later step: cosine with ∇J | later step: noise per rollout")  # fmt: skip
-    record.write_table(HERE, record.markdown(head, rows), "of losses")
+    first = "estimator | cosine with ∇J | cosine with ∇ log p | noise per rollout"
+    later = "later step: cosine with ∇J | later step: noise per rollout"
+    record.write_table(HERE, record.markdown(f"{first} | {later}", rows), "of losses")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ ANSWER = re.compile(r"<answer>(\d+)</answer>$")
 
 def accuracy(prompts: list, completions: list[str], answer: list[int], **other: Any) -> list[float]:
     """1 for a completion that ends with the right answer, else 0."""
-    found = [ANSWER.search(text) for text in completions]
-    return [float(m is not None and int(m[1]) == a) for m, a in zip(found, answer, strict=True)]
+    matches = [ANSWER.search(text) for text in completions]
+    completed = [int(match[1]) if match else None for match in matches]
+    return [float(number == right) for number, right in zip(completed, answer, strict=True)]
 
 
 def brief(prompts: list, completions: list[str], **other: Any) -> list[float]:

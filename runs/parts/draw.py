@@ -1,4 +1,4 @@
-"""Draws what each part of an algorithm is for, and writes the table of the page; no run.
+"""Draws the effect of each part of an algorithm, and writes the table of the page; no run.
 
     python runs/record.py parts             # make all runs again
     python runs/record.py parts 'clip*'     # or those of one part
@@ -79,8 +79,9 @@ def draw_bars(axis: Axes, spec: dict[str, Any], seeds: Seeds) -> None:
         for place, name in enumerate(spec["runs"].values()):
             values = [run.values(metric, run.envs[0])[-1] for run in seeds[name]]
             x = place + (i - (len(spec["bars"]) - 1) / 2) * width
-            axis.bar(x, statistics.fmean(values), 0.92 * width, color=color, alpha=0.75,
-                     label=label if label and not place else None)  # fmt: skip
+            legend = label if label and not place else None
+            mean = statistics.fmean(values)
+            axis.bar(x, mean, 0.92 * width, color=color, alpha=0.75, label=legend)
             axis.plot([x] * len(values), values, ".", color=curves.INK, markersize=4)
     labels = [label.replace(" ", "\n") for label in spec["runs"]]
     axis.set_xticks(range(len(labels)), labels, fontsize=9, rotation=30 if len(labels) > 5 else 0)
@@ -91,9 +92,11 @@ def lines_of(spec: dict[str, Any]) -> list[tuple[str, str, str]]:
     """The lines of a panel: label, metric, name of the run."""
     if "metrics" in spec:
         return [(label, metric, spec["run"]) for label, metric in spec["metrics"].items()]
-    measured = spec.get("bars", {"": spec.get("metric")}).items()
-    return [(f"{label}, {suffix}" if suffix else label, metric, name)
-            for label, name in spec["runs"].items() for suffix, metric in measured]  # fmt: skip
+    lines = []
+    for label, name in spec["runs"].items():
+        for suffix, metric in spec.get("bars", {"": spec.get("metric")}).items():
+            lines.append((f"{label}, {suffix}" if suffix else label, metric, name))
+    return lines
 
 
 def table(panels: dict[str, dict[str, Any]], seeds: Seeds) -> list[str]:

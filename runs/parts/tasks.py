@@ -36,11 +36,13 @@ class Words(Env):
 
     def step(self, response: str) -> Step:
         step = self.question.step(response)
-        self.turn, self.right = self.turn + 1, self.right + bool(step.info["correct"])
-        done = self.turn == self.turns
+        self.turn += 1
+        self.right += bool(step.info["correct"])
         info = {"correct": self.right == self.turns, "right": self.right / self.turns}
-        message = None if done else self.question.reset(self.seed + 7919 * self.turn)[0]
-        return Step(message, step.reward, done, info, fresh=not done)
+        if self.turn == self.turns:
+            return Step(None, step.reward, True, info)
+        message = self.question.reset(self.seed + 7919 * self.turn)[0]
+        return Step(message, step.reward, False, info, fresh=True)
 
     def demonstrate(self, hasty: bool = False) -> str:
         return self.question.demonstrate(hasty)

@@ -1,4 +1,4 @@
-"""train.py, which also writes memory.json: the base weights' bytes, and what the process needed.
+"""Runs train.py, and writes memory.json: the bytes of the base weights and of the process.
 
 python runs/qlora/measured.py --lora-rank 16 --quantize nf4 --run-name a
 """

@@ -213,21 +213,19 @@ def largest(machine: Machine, rank: int, nf4: bool) -> str:
 
 
 def lines() -> list[str]:
-    """Returns the tables of README.md."""
-    ways = [(0, False), (RANK, False), (RANK, True)]
-    machines = [[machine.name, f"{machine.available:.1f} GB", *(largest(machine, *w) for w in ways)]
-                for machine in MACHINES]  # fmt: skip
-    models = []
+    machines, models = [], []
+    for machine in MACHINES:
+        fitting = [largest(machine, *way) for way in ((0, False), (RANK, False), (RANK, True))]
+        machines.append([machine.name, f"{machine.available:.1f} GB", *fitting])
     for m in MODELS:
         needs = [memory(m, d, r, 1024)["peak"] for d in ("cuda", "cpu", "mps") for r in (0, RANK)]
         needs.insert(2, memory(m, "cuda", RANK, 1024, nf4=True)["peak"])
         models.append([m.model_id, f"{num_weights(m) / 1e9:.3f}B", *(f"{x:.1f}" for x in needs)])
-    return [
-        *markdown("machine | available | all weights | LoRA, rank 32 | QLoRA, rank 32", machines),
-        "", "GB with the smallest micro-batch, one sequence, and 2^25 logits at a time:", "",
-        *markdown("model | weights | GPU, all | GPU, LoRA | GPU, QLoRA | CPU, all | CPU, LoRA | "
-                  "Mac, all | Mac, LoRA", models),
-    ]  # fmt: skip
+    by_machine = "machine | available | all weights | LoRA, rank 32 | QLoRA, rank 32"
+    note = "GB with the smallest micro-batch, one sequence, and 2^25 logits at a time:"
+    by_model = "model | weights | GPU, all | GPU, LoRA | GPU, QLoRA | CPU, all | CPU, LoRA"
+    table = markdown(f"{by_model} | Mac, all | Mac, LoRA", models)
+    return [*markdown(by_machine, machines), "", note, "", *table]
 
 
 if __name__ == "__main__":
