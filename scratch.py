@@ -50,7 +50,7 @@ def token_logprobs(logits: Tensor, input_ids: Tensor) -> Tensor:
 
     1. Drop the last position of the logits and the first token of the ids.
     2. Turn the logits into log-probs over the vocabulary.
-    3. From each row of V log-probs, pick that of the token that follows.
+    3. From each row of V log-probs, pick that of the token that follows (`torch.gather`).
 
     Question: The first token gets no log-prob. Why is nothing lost?
     """
@@ -205,7 +205,7 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> tu
 
     1. Divide the logits by the temperature, then turn them into log-probs.
     2. Sample with torch.multinomial(probabilities, 1, generator=generator).
-    3. Return with each id its log-prob in the distribution that you sampled from.
+    3. Return with each id its log-prob in the distribution that you sampled from (`gather`).
     4. Temperature 0: take the most likely token, and its log-prob under the undivided logits.
 
     Question: The trainer divides its logits by the temperature too. What would happen if it did

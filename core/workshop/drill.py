@@ -140,7 +140,7 @@ def execute(arguments: list[str]) -> int:
     options, file = parser.parse_args(arguments), Path("drill.py")
     if not options.check:
         if file.exists():
-            parser.error(f"{file} is there: rename it")
+            parser.error(f"{file} is there: rename or delete it; --seed 1 to 12 chooses a fault")
         file.write_text(drill(options.seed), encoding="utf-8", newline="\n")
         print(f"Wrote {file}. Run it, read it, repair it; --check says whether it is right.")
         return 0
