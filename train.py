@@ -26,10 +26,10 @@ the norm of the gradient is above 1 in one update.
 
 A line that does nothing by default ends in `off:` and the flags that switch it on.
 
-Shapes: the sampled tokens of an update are numbered, 0 to S-1, rollout after rollout, and what is
-known of them are vectors [S], such as `batch.advantages`, without prompts and padding. A forward
-pass works on a micro-batch, which fits into memory: sequences with prompts, in which n of the
-tokens were sampled. Of these the loss sees vectors [n], such as `tokens.logprobs`.
+Shapes: the sampled tokens of an update are numbered, 0 to S-1, rollout after rollout. A vector
+[S], such as `batch.advantages`, has a value for each of them, and none for prompts and padding.
+A forward pass works on a micro-batch, which fits into memory: sequences with prompts, in which n
+of the tokens were sampled. The loss reads vectors [n], such as `tokens.logprobs`.
 """
 
 import gc
@@ -114,9 +114,9 @@ def main(cfg: Config) -> int:
 
 
 def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:
-    """What is known of the n tokens of a micro-batch, with the log-probs now, which have gradients.
+    """The n tokens of a micro-batch, with the log-probs of the current policy, with gradients.
 
-    The hidden state after the token before x predicts x: log π(x) = log_softmax(logits)[x], where
+    The hidden state of the token before x predicts x: log π(x) = log_softmax(logits)[x], where
     logits = W state / temperature (core/scoring.py).
     """
     cfg = run.cfg
@@ -125,7 +125,7 @@ def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:
         batch.write("old_logprobs", micro.numbers, outputs["logprobs"].detach())
     tokens = batch[micro.numbers].to(run.policy.device)
     tokens.add(outputs)  # logprobs, entropy; values of PPO
-    tokens.outputs = [*outputs.values()]  # through these the gradient reaches the model
+    tokens.outputs = [*outputs.values()]  # the gradient reaches the model through these
     tokens.logprobs.retain_grad()  # for report.html
     tokens.sampler_ratio = off_policy.sampler_ratio(tokens, cfg.tis_level)  # π_old / π_sampler
     tokens.importance_weights = off_policy.importance_weights(  # w: that ratio, at most 2
@@ -138,6 +138,6 @@ run = partial(notebook.run, main)  # in a notebook: train.run(Config(num_updates
 execute = partial(cli.execute, main)  # what `python train.py ARGS` does; returns the exit code
 
 if __name__ == "__main__":
-    if "triton" not in sys.modules:  # its version 3.9 prints what is not collected: 25 lines
-        gc.freeze()  # the garbage collector skips what was imported: saves 1 s at the exit
+    if "triton" not in sys.modules:  # triton 3.9 prints 25 lines about objects left over
+        gc.freeze()  # the garbage collector skips imported objects: saves 1 s at the exit
     sys.exit(execute(sys.argv[1:]))

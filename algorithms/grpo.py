@@ -76,7 +76,7 @@ class Options(LoopOptions):
     needs = frozenset({"groups"})  # to compare
 
 
-def compute_advantages(tokens: Tokens, options: Any) -> Tensor:  # Any: those of variants/, too
+def compute_advantages(tokens: Tokens, options: Any) -> Tensor:  # Any: also Options of variants/
     """[S]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
     With --credit episode, the default, a rollout counts as one turn. Turn k is compared with turn k

@@ -11,7 +11,7 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
         k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
 
     k1 and k3 are unbiased, k3 is never negative, and the mean of k2 is close to the KL if d is
-    small. This is about the value of an estimate; for its gradient in the loss see `weighted_kl`.
+    small. That holds for the values of the estimates; `weighted_kl` has their gradients.
 
     >>> import torch
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")

@@ -1,4 +1,4 @@
-"""The vocabulary of an algorithm's `Options`: the range of a number, the words of a choice.
+"""Types for the `Options` of algorithms: the range of a number, the values of a choice.
 
 Each algorithm has its `Options` in its own file; the fields are flags, such as `--grpo.clip-high`.
 """
@@ -16,7 +16,7 @@ KL = Literal["k1", "k2", "k3"]  # kl.kl_estimate
 
 @dataclass(frozen=True)
 class Range:
-    """Lowest and highest value of a number, and whether it may also be 0, which is off.
+    """Lowest and highest value of a number; `or_zero`: it may also be 0, which switches it off.
 
     The upper limits are far above what has a use, and far below what overflows float32.
     """
@@ -26,7 +26,7 @@ class Range:
     or_zero: bool = False
 
     def has(self, value: Any) -> bool:
-        """Whether `value` is such a number; NaN is none.
+        """Whether `value` is a number in this range; NaN never is.
 
         >>> [Range(1, 8, or_zero=True).has(value) for value in (0, 0.5, 8, "1")]
         [True, False, True, False]
@@ -43,14 +43,14 @@ Coefficient = Annotated[float, Range(0, 1000)]
 
 
 class LoopOptions:
-    """What the loop reads of the options of every algorithm, which derive from this class.
+    """The options that the loop reads; the `Options` of every algorithm derive from this class.
 
-    These are no flags. An algorithm that needs another value declares the field in its `Options`:
-    it is a flag then, such as `--ppo.target-kl`. `needs` is a plain attribute there, or a property.
+    They are not flags. An algorithm that needs another value declares the field in its `Options`,
+    which makes it a flag, such as `--ppo.target-kl`. `needs` is an attribute there, or a property.
     """
 
     loss_type: str = ""  # the variant, shown in the title of a run
-    # by loss type: the values of the options that are None, which nobody has given
+    # loss type -> the values of those options that are None
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     aggregation: Aggregation | None = "token"  # of the tokens of a step: tokens.token_weights
     value_lr: float = 1e-3  # of the value head, for algorithms that have one; 0: --lr
@@ -59,11 +59,11 @@ class LoopOptions:
 
     @property
     def needs(self) -> Set[str]:
-        """What the algorithm needs of the settings: words of core/algorithm.py."""
+        """What the algorithm needs beyond single rewards: keys of NEEDS in core/algorithm.py."""
         return frozenset()
 
     def divergence(self, logprobs: Any, teacher: Any) -> Any:
-        """[n]: how far the policy is from its teacher (core/feedback.py), from log-probs [n, V]."""
+        """Divergence [n] of the policy from its teacher (core/feedback.py); both [n, V]."""
         raise NotImplementedError("an algorithm that needs feedback has Options.divergence")
 
     def with_preset(self) -> Self:
@@ -75,5 +75,5 @@ class LoopOptions:
         (0.1, 0.28)
         """
         preset = self.presets.get(self.loss_type, {})
-        values = {k: v for k, v in preset.items() if getattr(self, k) is None}
-        return replace(self, **values)  # type: ignore[type-var]  # all that derive are dataclasses
+        values = {name: value for name, value in preset.items() if getattr(self, name) is None}
+        return replace(self, **values)  # type: ignore[type-var]  # every Options is a dataclass

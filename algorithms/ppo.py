@@ -64,10 +64,11 @@ class Options(LoopOptions):
 def compute_advantages(tokens: Tokens, options: Options) -> dict[str, Tensor]:
     """[S] each: the GAE of every sampled token, normalized over those in the loss, and the value
     targets: value + GAE, not normalized, with λ = `value_lambda` if that is given."""
-    advantages = for_targets = gae(tokens, options.gae_lambda)
+    advantages = gae(tokens, options.gae_lambda)
+    value_errors = advantages
     if options.value_lambda is not None:  # decoupled GAE
-        for_targets = gae(tokens, options.value_lambda)
-    targets = (for_targets + tokens.old_values).type_as(tokens.rewards)
+        value_errors = gae(tokens, options.value_lambda)
+    targets = (value_errors + tokens.old_values).type_as(tokens.rewards)
     advantages = normalize(advantages, tokens.in_loss).type_as(tokens.rewards)
     return {"advantages": advantages, "value_targets": targets}
 
@@ -105,8 +106,10 @@ def gae(tokens: Tokens, gae_lambda: float) -> Tensor:
     """
     vectors = tokens.rollout, tokens.rewards, tokens.old_values, tokens.discounts
     columns = [vector.tolist() for vector in vectors]  # Python floats have 64 bits
-    advantages, advantage, next_value, next_rollout = [], 0.0, 0.0, None
-    for rollout, reward, value, discount in reversed([*zip(*columns, strict=True)]):
+    rows = [*zip(*columns, strict=True)]  # a row for each token
+    advantages = []
+    advantage, next_value, next_rollout = 0.0, 0.0, None
+    for rollout, reward, value, discount in reversed(rows):
         if rollout != next_rollout:  # the episode ends after its last token
             advantage = next_value = 0.0
         delta = reward + discount * next_value - value

@@ -75,8 +75,8 @@ def compute_advantages(tokens: Tokens, options: Options) -> Tensor:
         baseline = group_mean(returns, turns.peers)
     elif options.baseline == "leave_one_out":  # a single rollout has no others: advantage 0
         size = group_sum(torch.ones_like(returns), turns.peers)
-        others = (group_sum(returns, turns.peers) - returns) / (size - 1).clamp(min=1)
-        baseline = torch.where(size > 1, others, returns)
+        sum_of_others = group_sum(returns, turns.peers) - returns
+        baseline = torch.where(size > 1, sum_of_others / (size - 1).clamp(min=1), returns)
     else:
         baseline = torch.zeros_like(returns)
     advantages = minus(returns, baseline)[turns.of_token]

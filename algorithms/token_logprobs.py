@@ -1,4 +1,4 @@
-"""An evening on prefixes, 1 of 2. The log-prob of each sampled token, and the entropy at its place.
+"""An evening on prefixes, 1 of 2. Log-prob of each sampled token, entropy where it was sampled.
 
     log π(x_{t+1} | x_{≤t}) = log softmax(logits_t / temperature)[x_{t+1}]
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# (log-probs [l, V], which [l] of the n sampled tokens they predict) -> [l]
+# (log-probs [l, V], the places [l] among the n sampled tokens of those that they predict) -> [l]
 Compare = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -31,52 +31,55 @@ def token_logprobs(
     entropy_grad: bool = True,
     compare: Compare | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-prob of each of n sampled tokens; entropy and varentropy of the policy at its place.
+    """Log-prob of each of n sampled tokens; entropy and varentropy of the policy at that place.
 
-    `hidden` [U, D] of U distinct prefixes, `predictors` [n] which of them ends before each token,
-    `targets` [n] the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns three float32
-    vectors [n], in nats and nats². Gradients flow through the log-probs, and with `entropy_grad`
-    through the entropy. The varentropy is the variance of -log π(x), whose mean is the entropy.
-    `compare`: a fourth vector is what it makes of the whole distributions. `kept_ids`: `only_kept`.
+    `hidden` [U, D]: states of U distinct prefixes; `predictors` [n]: which of them ends before each
+    token; `targets` [n]: the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns three
+    float32 vectors [n], in nats and nats². Gradients flow through the log-probs, and with
+    `entropy_grad` through the entropy. The varentropy is the variance of -log π(x), whose mean is
+    the entropy. `compare` adds a fourth vector, computed from the whole distributions. `kept_ids`:
+    see `only_kept`.
 
     There is one row of logits for each distinct prefix after which a token was sampled. If these
     are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
     """
     if kept_ids is None and compare is None:
-        prefixes, place = predictors.unique(return_inverse=True)  # [l], [n]: prefixes[place]
+        prefixes, row_of = predictors.unique(return_inverse=True)  # [l], [n]: prefixes[row_of]
     else:  # each token has kept ids, or a distribution to compare with, of its own
-        prefixes, place = predictors, torch.arange(len(predictors), device=predictors.device)
+        prefixes, row_of = predictors, torch.arange(len(predictors), device=predictors.device)
 
-    def one_chunk(start: int, here: Tensor) -> list[Tensor]:
-        # not hidden[..]: of equal prefixes its gradients add up in any order, so in other bits
-        h = hidden.index_select(0, prefixes[start : start + chunk])
-        logits = to_logits(h).float() / temperature  # [l, V]
+    def one_chunk(start: int, tokens: Tensor) -> list[Tensor]:
+        # not hidden[..], which adds up the gradients of equal prefixes in an arbitrary order
+        states = hidden.index_select(0, prefixes[start : start + chunk])
+        logits = to_logits(states).float() / temperature  # [l, V]
         if kept_ids is not None:
-            logits = only_kept(logits, kept_ids[start : start + len(h)])
+            logits = only_kept(logits, kept_ids[start : start + len(states)])
         all_logprobs = logits.log_softmax(-1)
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             weighted = all_logprobs.exp() * all_logprobs
             entropy = -weighted.sum(-1)
         with torch.no_grad():
             varentropy = (weighted * all_logprobs).sum(-1) - entropy**2
-        index = place[here] - start
-        compared = [] if compare is None else [compare(all_logprobs, here)]
-        return [all_logprobs[index, targets[here]], entropy[index], varentropy[index], *compared]
+        rows = row_of[tokens] - start
+        compared = [] if compare is None else [compare(all_logprobs, tokens)]
+        return [all_logprobs[rows, targets[tokens]], entropy[rows], varentropy[rows], *compared]
 
-    outputs = [*hidden.new_zeros(3 + (compare is not None), len(targets), dtype=torch.float32)]
-    several = len(prefixes) > chunk
+    num_vectors = 3 if compare is None else 4
+    outputs = [*hidden.new_zeros(num_vectors, len(targets), dtype=torch.float32)]
     for start in range(0, len(prefixes), chunk):
-        here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)
-        args = one_chunk, start, here
-        parts = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)
-        outputs = [x.index_copy(0, here, new) for x, new in zip(outputs, parts, strict=True)]
+        tokens = ((row_of >= start) & (row_of < start + chunk)).nonzero().squeeze(1)
+        if len(prefixes) > chunk:
+            parts = checkpoint(one_chunk, start, tokens, use_reentrant=False)
+        else:
+            parts = one_chunk(start, tokens)
+        outputs = [x.index_copy(0, tokens, new) for x, new in zip(outputs, parts, strict=True)]
     return tuple(outputs)
 
 
 def only_kept(logits: Tensor, kept_ids: Sequence[list[int] | None]) -> Tensor:
-    """`logits` [n, V] with -1e30 for all but the ids `kept_ids[i]`, in each position i; None: all.
+    """`logits` [n, V] with -1e30 in each row i for all but the ids `kept_ids[i]` (None: all stay).
 
-    Top-k and top-p kept them when the token was sampled, so the softmax is over these only
+    Top-k and top-p kept these ids when the token was sampled, so the softmax is over them only
     (arXiv:2512.02556, section 3.1). Otherwise the importance weights would be too small by a
     factor, the total probability of the kept ids. -1e30 is finite, as 0 · -inf is not 0 in the
     entropy.

@@ -1,9 +1,9 @@
 """The afternoon, 5 of 9. What the algorithms share: tokens, turns, token weights.
 
-Every token that was sampled in an update has a number, 0 to S-1, rollout after rollout. What is
-known of the tokens are vectors [S] in the order of these numbers; a micro-batch is a choice of n
-numbers, and its formulas see vectors [n], without padding. What several tokens have in common is a
-vector of integers, such as `rollout`: `group_sum` adds up over it.
+Every token that was sampled in an update has a number, 0 to S-1, rollout after rollout. Every
+quantity of the tokens is a vector [S] in the order of these numbers; a micro-batch is a choice of n
+numbers, and its formulas read vectors [n], without padding. `rollout`, `group` and `sequence` are
+vectors of integers, equal for tokens that belong together; `group_sum` adds up over such tokens.
 
 Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
 weights are computed once per gradient step, so the gradients of micro-batches add up to the
@@ -24,51 +24,50 @@ ROUNDING = 1e-7  # relative difference below which returns are equal, as rewards
 
 
 class Tokens:
-    """What is known of some sampled tokens: vectors [n] by name, float32 unless stated otherwise.
+    """Vectors [n] of n sampled tokens, by name; float32 unless stated otherwise.
 
-    A vector is there from when it was computed; reading it before raises AttributeError. An
-    algorithm may add vectors of its own (core/algorithm.py).
+    Reading a vector before it was computed raises AttributeError. An algorithm may add vectors of
+    its own (core/algorithm.py).
 
     >>> tokens = Tokens(rollout=torch.tensor([0, 0, 1]), advantages=torch.tensor([1.0, 1.0, -1.0]))
     >>> tokens[torch.tensor([2])].advantages
     tensor([-1.])
     """
 
-    # from the rollouts: where a token is from, and how likely it was when it was sampled
-    number: Tensor  # int64: its own, 0 to S-1
+    # from the rollouts: where a token was sampled, and how likely it was
+    number: Tensor  # int64: the number of the token, 0 to S-1
     rollout: Tensor  # int64: 0 for the tokens of the first rollout, 1 for the next, ..
     group: Tensor  # int64: equal for the rollouts that one agent played of one task
-    sequence: Tensor  # int64: which text it was computed in: a rollout's, or a part of it
+    sequence: Tensor  # int64: the sequence that has the token: a rollout, or a part of one
     sampler_logprobs: Tensor  # log-prob that the sampler reported, in nats
     # before the first gradient step of the update; with one step they are computed in its pass
     old_logprobs: Tensor  # for the policy
     old_values: Tensor  # the value head's estimate (PPO)
     ref_logprobs: Tensor  # for the reference of --kl-coef
-    # from shape_rewards: what it earned
-    turn: Tensor  # int64: the number of its turn in the rollout; --credit episode: 0
-    rewards: Tensor  # a turn's, at its last token
+    # from shape_rewards
+    turn: Tensor  # int64: the number of the token's turn in the rollout; --credit episode: 0
+    rewards: Tensor  # the reward of a turn, at its last token; 0 elsewhere
     discounts: Tensor  # float64: --credit turn: γ at the last token of a turn; else 1
-    in_loss: Tensor  # bool: whether it counts in the loss; by default all do
+    in_loss: Tensor  # bool: whether the token counts in the loss; by default all do
     # from compute_advantages
     advantages: Tensor
     value_targets: Tensor  # if there is a value head
     # for one gradient step
-    token_weights: Tensor  # what the token's term is multiplied by; 0: not in the loss
-    # from the forward pass of a micro-batch: how likely it is now
+    token_weights: Tensor  # factor of the token's term in the loss; 0: not in the loss
+    # from the forward pass of a micro-batch
     logprobs: Tensor  # with gradient
-    entropy: Tensor  # of the policy's distribution at its place
+    entropy: Tensor  # of the policy's distribution from which the token was drawn
     varentropy: Tensor  # the variance of -log π there, whose mean is the entropy
     values: Tensor  # with gradient (PPO)
     sampler_ratio: Tensor  # π_old / π_sampler
-    importance_weights: Tensor  # made of it: capped, or 0 where a token is rejected
-    outputs: list[Tensor]  # what the model computed: logprobs, entropy, values
+    importance_weights: Tensor  # that ratio, capped, or 0 where a token is rejected
+    outputs: list[Tensor]  # of the forward pass: logprobs, entropy, values
 
     def __init__(self, **vectors: Any) -> None:
         vars(self).update(vectors)
 
     def __getattr__(self, name: str) -> Tensor:  # called only where there is no such vector
-        names = ", ".join(self.vectors())
-        message = f"{name} is not known of these tokens; known are {names}"
+        message = f"these tokens have no {name}; they have {', '.join(self.vectors())}"
         raise AttributeError(message, name=name, obj=self)
 
     def __contains__(self, name: str) -> bool:
@@ -90,7 +89,7 @@ class Tokens:
         return Tokens(**{name: x.to(device) for name, x in self.vectors().items()})
 
     def add(self, vectors: Mapping[str, Tensor]) -> None:
-        """Adds what was computed of these tokens."""
+        """Adds vectors [n] of these tokens, by name."""
         vars(self).update(vectors)
 
 
@@ -103,9 +102,9 @@ class Turns:
     """
 
     returns: Tensor  # [K] float64: discounted return from this turn on, R_k = r_k + γ R_{k+1}
-    number: Tensor  # [K] int64: of the turn in its rollout
+    number: Tensor  # [K] int64: the number of the turn in its rollout
     peers: Tensor  # [K] int64: equal for turns that are compared: turn k of a group's rollouts
-    last_token: Tensor  # [K] int64: the number of its last token; tokens.group[last_token] is [K]
+    last_token: Tensor  # [K] int64: the turn's last token; tokens.group[last_token] is [K]
     of_token: Tensor  # [S] int64: the turn of each token; returns[of_token] is [S]
 
 
@@ -125,7 +124,7 @@ def turns_of(tokens: Tokens) -> Turns:
     last = lengths.cumsum(0) - 1
     rewards = tokens.rewards.double()
     returns = sums(rewards, of_token)
-    # rewards that cancel leave a difference by rounding; see `minus`
+    # rewards that cancel leave a sum that is rounding alone; see `minus`
     returns[returns.abs() <= ROUNDING * sums(rewards.abs(), of_token)] = 0.0
     rollouts, discounts = tokens.rollout[last].tolist(), tokens.discounts[last].tolist()
     for k in reversed(range(len(last) - 1)):
@@ -154,8 +153,8 @@ def minus(returns: Tensor, baseline: Tensor) -> Tensor:
 def sums(x: Tensor, ids: Tensor) -> Tensor:
     """The sum of `x` [n, ..] for each number in `ids` [n], from 0 to the highest.
 
-    In float64, which a Mac's GPU lacks: on a GPU the order of the terms is open, which float32
-    would show.
+    Adds in float64 (float32 on a Mac's GPU), as a GPU adds in an arbitrary order, and sums in
+    float32 would differ from run to run.
 
     >>> sums(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([3., 5.])
@@ -167,7 +166,7 @@ def sums(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def group_sum(x: Tensor, ids: Tensor) -> Tensor:
-    """The sum of `x` over those with the same number in `ids`, for each of them.
+    """For each element of `x`, the sum over all elements with the same number in `ids`.
 
     >>> group_sum(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([3., 3., 5.])
@@ -176,12 +175,12 @@ def group_sum(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def group_mean(x: Tensor, ids: Tensor) -> Tensor:
-    """The mean of `x` over those with the same number in `ids`, for each of them."""
+    """For each element of `x`, the mean over all elements with the same number in `ids`."""
     return group_sum(x, ids) / group_sum(torch.ones_like(x), ids)
 
 
 def group_std(x: Tensor, ids: Tensor) -> Tensor:
-    """The standard deviation of a sample (n-1) over those with the same number; 0 for one alone."""
+    """As `group_mean`, the standard deviation of a sample (n-1); 0 for a single element."""
     squares = group_sum(minus(x, group_mean(x, ids)) ** 2, ids)
     return (squares / (group_sum(torch.ones_like(x), ids) - 1).clamp(min=1)).sqrt()
 
@@ -209,24 +208,25 @@ def token_weights(
     tensor([0.2500, 0.2500, 0.5000])
     """
     in_step = torch.isin(tokens.rollout, torch.tensor(rollouts))
-    one = (in_step & tokens.in_loss).to(torch.get_default_dtype())
+    counts = (in_step & tokens.in_loss).to(torch.get_default_dtype())  # 1 for tokens that count
     if aggregation == "token":
-        return one / one.sum().clamp(min=1)
+        return counts / counts.sum().clamp(min=1)
     if aggregation == "sequence":
-        return one / group_sum(one, tokens.rollout).clamp(min=1) / len(rollouts)
+        return counts / group_sum(counts, tokens.rollout).clamp(min=1) / len(rollouts)
     if aggregation == "prompt":
-        groups = len(tokens.group[in_step].unique())
-        return one / group_sum(one, tokens.group).clamp(min=1) / max(1, groups)
+        num_groups = len(tokens.group[in_step].unique())
+        return counts / group_sum(counts, tokens.group).clamp(min=1) / max(1, num_groups)
     if aggregation == "constant":
-        return one / (len(rollouts) * max_tokens)
+        return counts / (len(rollouts) * max_tokens)
     raise ValueError(f"no such aggregation: {aggregation}")
 
 
 def normalize(x: Tensor, in_loss: Tensor) -> Tensor:
     """`x` [S] with mean 0 and standard deviation 1 over the tokens in the loss, 0 for the others;
     float64."""
-    inside, result = x[in_loss].double(), torch.zeros_like(x, dtype=torch.float64)
+    inside = x[in_loss].double()
     centered = minus(inside, inside.mean())
+    result = torch.zeros_like(x, dtype=torch.float64)
     result[in_loss] = centered / (centered.square().mean().sqrt() + 1e-4)
     return result
 
@@ -234,7 +234,7 @@ def normalize(x: Tensor, in_loss: Tensor) -> Tensor:
 def surrogate_metrics(
     tokens: Tokens, ratio: Tensor, clip_low: float, clip_high: float, either_sign: bool = False
 ) -> dict[str, float]:
-    """Sums over the tokens in the loss; the loop divides them by the number of these tokens.
+    """Metrics as sums over the tokens in the loss; the loop divides them by the number of tokens.
 
     A token counts as clipped if its ratio is above the clip and its advantage positive, or its
     ratio below the clip and its advantage negative: there the clip removes the gradient.

@@ -42,7 +42,7 @@ class Options(LoopOptions):
     limit: Fraction = 0.2
     """δ, the largest change of a token's probability that drops nothing."""
     drop: Literal["further", "any"] = "further"
-    """Of the tokens that changed by more: those that the step would move further, or any (IPO)."""
+    """Which tokens beyond the limit drop: those that the step would move further, or any (IPO)."""
     aggregation: Aggregation = "token"
     """As --grpo.aggregation."""
 
@@ -56,8 +56,7 @@ def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, fl
         dropped &= moved * tokens.advantages > 0
     surrogate = ~dropped * ratio * tokens.advantages
     loss = -(tokens.token_weights * tokens.importance_weights * surrogate).sum()
-    low, high = (tokens.in_loss & dropped & (moved * sign > 0) for sign in (-1, 1))
-    return loss, surrogate_metrics(tokens, ratio, 1.0, float("inf")) | {
-        "clip/low_fraction": low.sum().item(),
-        "clip/high_fraction": high.sum().item(),
-    }
+    metrics = surrogate_metrics(tokens, ratio, 1.0, float("inf"))
+    metrics["clip/low_fraction"] = (tokens.in_loss & dropped & (moved < 0)).sum().item()
+    metrics["clip/high_fraction"] = (tokens.in_loss & dropped & (moved > 0)).sum().item()
+    return loss, metrics

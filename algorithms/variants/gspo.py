@@ -51,7 +51,8 @@ def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, fl
 def sequence_ratio(tokens: Tokens) -> Tensor:
     """[n]: the value of the geometric mean over the sequence's tokens in the loss, with the
     gradient of the token's own ratio."""
-    log_ratio, in_loss = tokens.logprobs - tokens.old_logprobs, tokens.in_loss.float()
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    in_loss = tokens.in_loss.float()
     count = group_sum(in_loss, tokens.sequence).clamp(min=1)
     mean = group_sum(in_loss * log_ratio.detach(), tokens.sequence) / count
     return (mean + log_ratio - log_ratio.detach()).exp()

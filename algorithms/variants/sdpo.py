@@ -5,8 +5,8 @@
 
 Where all rollouts of a group fail, GRPO has nothing to compare. The teacher π_T is the policy
 itself, which reads, before the same sampled tokens, a right answer to the task and then the task
-once more (core/feedback.py). The policy samples, the teacher says what it would have said in each
-place, and the policy moves towards it; so the policy learns in the contexts that it meets. The
+once more (core/feedback.py). After each token that the policy sampled, the policy moves towards the
+teacher's distribution of the next one, so it learns in contexts of its own. The
 teacher has no gradient, and no token of the right answer is in the loss. Each term has the token
 weight, the importance weight and the policy ratio ρ, without gradient.
 
@@ -45,7 +45,7 @@ class Options(grpo.Options):
     KL(policy ‖ teacher); jsd: the mean of both KLs to the mean of the two."""
 
     def divergence(self, logprobs: Tensor, teacher: Tensor) -> Tensor:
-        """[n] nats, from the log-probs of policy and teacher [n, V], which has no gradient.
+        """[n] nats, from log-probs [n, V] of the policy and of the teacher, which has no gradient.
 
         >>> policy, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.8, 0.2]]).log()
         >>> Options(kind="forward").divergence(policy, teacher)  # 0.8 log 1.6 + 0.2 log 0.4
