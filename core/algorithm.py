@@ -9,9 +9,8 @@ An algorithm is a module with
                                           --grpo.clip-high; LoopOptions has what the loop reads of
                                           it, too
 
-`Options.needs` says with words of NEEDS what an algorithm needs beyond the rewards of single
-rollouts: with "feedback" its vectors are those of core/feedback.py, as sdpo has them.
-algorithms/README.md has an example.
+`Options.needs` lists what an algorithm needs beyond the rewards of single rollouts, as keys of
+NEEDS. algorithms/README.md has an example of an algorithm.
 """
 
 import importlib
@@ -30,7 +29,7 @@ FOLDER = Path(algorithms.__file__).parent
 WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch and scratch.py
 PARTS = ("compute_advantages", "compute_loss", "Options")
 NO_OPTIONS = "; `from algorithms.options import LoopOptions`, `class Options(LoopOptions): pass`"
-NEEDS = {  # what a word means, and which settings do not go with it (config.is_set)
+NEEDS = {  # key -> its meaning, and the settings that contradict it (config.is_set)
     "groups": ["compares the rollouts of a group: --group-size 2 or more"],
     "value_head": ["reads the values that the policy estimates, before the first step too"],
     "old_logprobs": ["reads tokens.old_logprobs in compute_advantages"],
@@ -44,7 +43,7 @@ NEEDS = {  # what a word means, and which settings do not go with it (config.is_
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a run uses of an algorithm."""
+    """The functions of an algorithm."""
 
     compute_advantages: Callable[[Any, Any], Any]
     compute_loss: Callable[[Any, Any], Any]
@@ -117,16 +116,17 @@ def _load(algo: str) -> Any:
         return importlib.import_module(WORKSHOP)
     if not is_file(algo):
         if algo not in algorithm_names():
-            raise UsageError(f"--algo {algo}: choose {', '.join(algorithm_names())}, or FILE.py of "
-                             "your own")  # fmt: skip
+            names = ", ".join(algorithm_names())
+            raise UsageError(f"--algo {algo}: choose {names}, or FILE.py of your own")
         is_variant = (FOLDER / f"variants/{algo}.py").exists()
-        return importlib.import_module(f"algorithms.{'variants.' * is_variant}{algo}")
+        package = "algorithms.variants" if is_variant else "algorithms"
+        return importlib.import_module(f"{package}.{algo}")
     name = name_of(algo)
     try:
         file = find_file(algo)
         text = file.read_text(encoding="utf-8", errors="replace")
-        exercises = name == "scratch" or "core.workshop.checker" in text  # scratch.py, or a copy
-        if exercises and not all(part in text for part in PARTS):
+        is_scratch = name == "scratch" or "core.workshop.checker" in text  # or a copy of scratch.py
+        if is_scratch and not all(part in text for part in PARTS):
             return importlib.import_module(WORKSHOP)  # imports the file when a run starts
         module = import_file(file)
     except UsageError as error:

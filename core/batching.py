@@ -1,7 +1,7 @@
 """The afternoon, 6 of 9. Rollouts to tokens, tokens to micro-batches.
 
-`to_tokens` numbers the sampled tokens of an update, rollout after rollout: what is known of them
-are vectors [S]. Prompts are in `sequences`, the token ids that the model computes on:
+`to_tokens` numbers the sampled tokens of an update, rollout after rollout, and makes vectors [S] of
+them. Prompts are in `sequences`, the token ids that the model computes on:
 
     rollout 0, one turn     prompt ids | completion ids                          1 sequence
     rollout 1, two turns    prompt ids | completion | new prompt ids | completion    1 sequence
@@ -13,7 +13,7 @@ none, it begins one. So each token is trained in the context that it was sampled
     numbers      -1 -1 5 6 7      -1: not sampled
 
 `micro_batches` cuts sequences into micro-batches, each with the numbers [n] of the tokens that were
-sampled in it. `batch[micro.numbers]` is what is known of these.
+sampled in it. `batch[micro.numbers]` has the vectors of these tokens.
 
 The model computes `input_ids`, a row for each sequence; or, where it can, as `tiny` does, each
 distinct prefix once: update 1 of the default run has 128 sequences of up to 55 tokens, and 831
@@ -43,12 +43,12 @@ from core.types import Rollout, Turn
 
 @dataclass(eq=False)
 class Sequence:
-    """What the model computes on: token ids, and the number of each that was sampled, else -1."""
+    """Token ids that the model computes on, and the number of each that was sampled, else -1."""
 
     rollout: int
     token_ids: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)  # whose completions it has
+    turns: list[Turn] = field(default_factory=list)  # those whose completions are in the sequence
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -62,9 +62,9 @@ class Sequence:
 
 
 class Batch(Tokens):
-    """The S sampled tokens of an update, on the CPU, and what they come from.
+    """The S sampled tokens of an update, on the CPU, with their rollouts and sequences.
 
-    Beside the vectors that algorithms read, it has what `shape_rewards` makes some of them from.
+    Beside the vectors that algorithms read, it has those that `shape_rewards` computes them from.
     """
 
     rollouts: list[Rollout]
@@ -76,9 +76,9 @@ class Batch(Tokens):
     hit_token_limit: Tensor  # bool: the completion of this token hit the token limit
 
     def __getitem__(self, numbers: Tensor | slice) -> Tokens:
-        """What a loss may read of the tokens with these numbers [n]."""
-        kept = {name: x for name, x in self.vectors().items() if name not in BEFORE_ADVANTAGES}
-        return Tokens(**kept)[numbers]
+        """The tokens with these numbers [n], with the vectors that a loss may read."""
+        readable = {name: x for name, x in self.vectors().items() if name not in BEFORE_ADVANTAGES}
+        return Tokens(**readable)[numbers]
 
     def write(self, name: str, numbers: Tensor, values: Tensor) -> None:
         """Sets a vector at the tokens with these numbers; where nothing was written it is 0."""
@@ -90,7 +90,7 @@ class Batch(Tokens):
 
 
 BEFORE_ADVANTAGES = {*Batch.__annotations__, "discounts"}  # no loss reads them
-# vectors that the loop computes; `compute_advantages` has names of its own for others
+# vectors that the loop computes; `compute_advantages` may not return others by these names
 RESERVED = {*Tokens.__annotations__, *Batch.__annotations__} - {"advantages", "value_targets"}
 
 
@@ -100,7 +100,7 @@ class MicroBatch:
 
     sequences: list[Sequence]
     input_ids: Tensor  # [Q, T] int64
-    tree: PrefixTree | None  # what is computed in place of `input_ids`
+    tree: PrefixTree | None  # the distinct prefixes, which are computed in place of `input_ids`
     numbers: Tensor  # [n] int64, on the CPU: of the sampled tokens
     predictors: Tensor  # [n] int64: for each sampled token the hidden state that predicts it
     targets: Tensor  # [n] int64: the ids of the sampled tokens
@@ -109,25 +109,27 @@ class MicroBatch:
 
 def to_tokens(rollouts: list[Rollout]) -> Batch:
     """Numbers the sampled tokens of `rollouts`."""
-    sequences, table = list[Sequence](), defaultdict[str, list](list)  # a list for each vector [S]
-    for r, rollout in enumerate(rollouts):
-        begun = list[Sequence]()
-        for k, turn in enumerate(rollout.turns):
-            prompt, first, count = turn.prompt_ids, len(table["rollout"]), len(turn.completion_ids)
-            begins = (s for s in begun if prompt[: len(s)] == s.token_ids)
-            current = max(begins, key=len, default=None)
-            if current is None:
-                begun.append(current := Sequence(r))
-            current.extend(prompt[len(current) :], turn, first)
-            table["rollout"] += [r] * count
+    sequences: list[Sequence] = []
+    table = defaultdict[str, list](list)  # a list for each vector [S]
+    for rollout_number, rollout in enumerate(rollouts):
+        of_rollout: list[Sequence] = []
+        for turn_number, turn in enumerate(rollout.turns):
+            prompt, count = turn.prompt_ids, len(turn.completion_ids)
+            continued = [s for s in of_rollout if prompt[: len(s)] == s.token_ids]
+            if not continued:
+                continued = [Sequence(rollout_number)]
+                of_rollout += continued
+            sequence = max(continued, key=len)
+            sequence.extend(prompt[len(sequence) :], turn, first=len(table["rollout"]))
+            table["rollout"] += [rollout_number] * count
             table["group"] += [rollout.group_id] * count
-            table["sequence"] += [len(sequences) + begun.index(current)] * count
-            table["env_turn"] += [k] * count
+            table["sequence"] += [len(sequences) + of_rollout.index(sequence)] * count
+            table["env_turn"] += [turn_number] * count
             table["hit_token_limit"] += [turn.finish_reason == "length"] * count
             table["completion_lengths"] += [0] * (count - 1) + [count]
             table["env_rewards"] += [0.0] * (count - 1) + [float(turn.reward)]
             table["sampler_logprobs"] += turn.sampler_logprobs
-        sequences += begun
+        sequences += of_rollout
     vectors = {name: torch.tensor(table[name], dtype=dtype) for name, dtype in VECTORS.items()}
     vectors["number"] = torch.arange(len(vectors["rollout"]))
     return Batch(rollouts=rollouts, sequences=sequences, numbers_to_log={}, **vectors)
@@ -142,36 +144,38 @@ VECTORS = {
     "completion_lengths": torch.int64,
     "env_rewards": torch.float32,
     "sampler_logprobs": torch.float32,
-}  # what `to_tokens` knows of each token
+}  # the vectors that `to_tokens` makes
 
 
 def shape_rewards(cfg: Config, batch: Batch) -> None:
-    """Sets what `compute_advantages` reads: rewards with penalties, turns, γ, what is in the loss.
+    """Sets the vectors that `compute_advantages` reads: rewards, turn, discounts (γ) and in_loss.
 
     With --credit episode (the default of all but PPO) rewards are discounted here, from the
     episode's start (by default γ is 1), and all tokens belong to turn 0, so REINFORCE and GRPO
     credit each token with the episode's return.
     """
     batch.in_loss = ~(batch.hit_token_limit & cfg.mask_truncated_completions)
-    rewards = batch.env_rewards
     batch.discounts = torch.ones(len(batch), dtype=torch.float64)
     if cfg.credit == "turn":
-        batch.rewards, batch.turn = rewards, batch.env_turn
+        batch.rewards, batch.turn = batch.env_rewards, batch.env_turn
         batch.discounts[batch.completion_lengths > 0] = cfg.gamma
     else:
-        batch.rewards, batch.turn = rewards * cfg.gamma**batch.env_turn, batch.env_turn * 0
+        batch.rewards = batch.env_rewards * cfg.gamma**batch.env_turn
+        batch.turn = torch.zeros_like(batch.env_turn)
 
 
-def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> None:
-    """Adds what `compute_advantages` returned: the advantages [S], or a dict with them.
+def add_advantages(batch: Batch, returned: Tensor | dict[str, Tensor | float]) -> None:
+    """Adds what `compute_advantages` has returned: the advantages [S], or a dict with them.
 
     Further tensors [S] are for `compute_loss`, numbers for the log. Raises UsageError.
     """
-    named: dict[str, Any] = dict(found) if isinstance(found, dict) else {"advantages": found}
-    for name, value in ({"advantages": None} | named).items():
+    named: dict[str, Any] = {"advantages": None}  # which stays None if a dict lacks them
+    named |= returned if isinstance(returned, dict) else {"advantages": returned}
+    for name, value in named.items():
         if name in RESERVED:
             raise UsageError(f"compute_advantages: {name} is a vector of the loop: rename yours")
-        if name != "advantages" and getattr(value, "shape", type(value)) in ((), int, float):
+        is_number = type(value) in (int, float) or getattr(value, "shape", None) == ()
+        if is_number and name != "advantages":
             batch.numbers_to_log[name] = float(value)
         elif not isinstance(value, Tensor) or value.shape != batch.rollout.shape:
             shape = [*getattr(value, "shape", [type(value).__name__])]
@@ -184,9 +188,9 @@ def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> N
 
 
 def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[tuple[int, list[int]]]:
-    """Of each gradient step of an update, the epoch and the rollouts, by their place in the batch.
+    """Yields (epoch, places of the rollouts in the batch) for each gradient step of an update.
 
-    An epoch splits all rollouts at random.
+    Each epoch splits all rollouts at random.
 
     >>> list(minibatches(Config(num_epochs=2), 4, update=1))
     [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
@@ -205,19 +209,19 @@ def minibatches(cfg: Config, num_rollouts: int, update: int) -> Iterator[tuple[i
 def micro_batches(
     policy: Policy, batch: Batch, rollouts: list[int] | None = None
 ) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of these rollouts (None: all).
+    """This rank's micro-batches of the rollouts at these places in the batch (None: all).
 
     Each has at most `policy.micro_batch_tokens` tokens to compute; a longer sequence has a
     micro-batch of its own. Rollouts whose advantages are all 0 get micro-batches of their own,
     which by default need no backward pass.
     """
-    chosen = set(range(len(batch.rollouts)) if rollouts is None else rollouts)
-    learns = chosen
+    places = set(range(len(batch.rollouts)) if rollouts is None else rollouts)
+    with_gradient = places
     if "advantages" in batch:
-        learns = chosen & set(batch.rollout[batch.advantages != 0].tolist())
-    for some in (learns, chosen - learns):
-        mine = distributed.shard([s for s in batch.sequences if s.rollout in some], len)
-        yield from cut(mine, policy)
+        with_gradient = places & set(batch.rollout[batch.advantages != 0].tolist())
+    for part in (with_gradient, places - with_gradient):
+        sequences = [sequence for sequence in batch.sequences if sequence.rollout in part]
+        yield from cut(distributed.shard(sequences, len), policy)
 
 
 def cut(sequences: list[Sequence], policy: Policy) -> Iterator[MicroBatch]:
@@ -244,12 +248,17 @@ def _micro(sequences: list[Sequence], device: torch.device, tree: PrefixTree | N
     # [Q, T]: the place of each token's hidden state among the U that are computed
     nodes = tree.nodes if tree else torch.arange(ids.numel()).view(ids.shape)
     # the causal shift: the state at t predicts the token at t+1
-    rows, at = (numbers[:, 1:] >= 0).nonzero(as_tuple=True)  # [n] and [n]
-    kept = list[list[int] | None]()
-    for turn in (turn for sequence in sequences for turn in sequence.turns):  # as the tokens are
-        kept += turn.kept_ids or [None] * len(turn.completion_ids)
+    rows, columns = (numbers[:, 1:] >= 0).nonzero(as_tuple=True)  # [n] and [n]
+    kept_ids: list[list[int] | None] = []
+    for sequence in sequences:  # in the order of the tokens
+        for turn in sequence.turns:
+            kept_ids += turn.kept_ids or [None] * len(turn.completion_ids)
     return MicroBatch(
-        sequences=sequences, input_ids=ids.to(device), tree=tree and tree.to(device),
-        numbers=numbers[rows, at + 1], predictors=nodes[rows, at].to(device),
-        targets=ids[rows, at + 1].to(device), kept_ids=kept if any(kept) else None,
-    )  # fmt: skip
+        sequences=sequences,
+        input_ids=ids.to(device),
+        tree=tree and tree.to(device),
+        numbers=numbers[rows, columns + 1],
+        predictors=nodes[rows, columns].to(device),
+        targets=ids[rows, columns + 1].to(device),
+        kept_ids=kept_ids if any(kept_ids) else None,
+    )

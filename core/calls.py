@@ -1,8 +1,8 @@
 """Calls of code that is not ours: quick ones in this thread, those that wait side by side.
 
 A quick call has no limit. One that lasts a minute shows its line on the terminal, and Ctrl-C ends
-it. A call that waits is made in a daemon thread and has a limit: then its outcome is a TimeLimit,
-and what its thread still does has no consequence. So what it works with must not be used again.
+it. A call that waits is made in a daemon thread and has a time limit. Beyond that its outcome is
+TimeLimit; its thread runs on, so the objects that it works with must not be used again.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ LONG = 60.0  # seconds after which a quick call shows where it is
 
 Outcome = tuple[Any, BaseException | None]  # what a call returned or raised
 T = TypeVar("T")
-LOOKS = list[Callable[[], None]]()  # of the quick calls that the main thread makes
+LOOKS = list[Callable[[], None]]()  # the `look` of each block of quick calls in the main thread
 
 
 class TimeLimit(TimeoutError):
@@ -29,7 +29,7 @@ class TimeLimit(TimeoutError):
 
 @contextmanager
 def quick_calls(look: Callable[[], None]) -> Iterator[None]:
-    """What is called in this block shows its line on stderr after a minute.
+    """A call in this block that lasts a minute shows its line on stderr.
 
     A signal that ends the run calls `look` at that line, in the main thread, where signals arrive;
     an exception of `look` ends the call.
@@ -55,19 +55,19 @@ class Calls:
         self.at_work: dict[Future[Any], tuple[Any, float]] = {}  # key and deadline
 
     def start(self, key: Any, function: Callable[[], Any], limit: float = 0.0) -> None:
-        """Makes a call once fewer than `count` are at work; `ended` returns its outcome. `limit`:
-        its seconds; 0: no limit."""
+        """Makes a call once fewer than `count` are at work; `finished` returns its outcome.
+        `limit` in seconds; 0: no limit."""
         self.waiting.append((key, function, limit or float("inf")))
         self._begin()
 
-    def ended(self, wait: float) -> list[tuple[Any, Outcome]]:
-        """Key and outcome of the calls that have ended, after at most `wait` seconds."""
+    def finished(self, wait: float) -> list[tuple[Any, Outcome]]:
+        """Key and outcome of the calls that have finished, after at most `wait` seconds."""
         futures.wait(self.at_work, wait, futures.FIRST_COMPLETED)
-        outcomes, now = list[tuple[Any, Outcome]](), time.monotonic()
+        outcomes: list[tuple[Any, Outcome]] = []
         for future, (key, deadline) in [*self.at_work.items()]:
             if future.done():
                 outcomes.append((key, outcome_of(future.result)))
-            elif deadline < now:
+            elif deadline < time.monotonic():
                 error = TimeLimit("no answer within --env-timeout")
                 outcomes.append((key, (None, error)))
             else:

@@ -1,10 +1,10 @@
 """A canary: has the sampler the weights of the trainer?
 
-A small update moves log-probs less than the limit of `sampler_gap`, so that a sampler with older
-weights looks healthy for long. Here the sampler draws four tokens after several beginnings of a
-short text, the first in the pass of the prompts, the others in steps of decoding. Each has three
-log-probs: the trainer's now, t, and before the last update, b, and the sampler's, s. What the
-sampler lacks, as a multiple of the update:
+A small update moves log-probs by less than the limit of the warning `sampler_gap`, so a sampler
+with older weights looks healthy for long. Here the sampler draws four tokens after several
+beginnings of a short text, the first in the pass of the prompts, the others in steps of decoding.
+Each has three log-probs: t, the trainer's after the last update, b, the trainer's before it, and s,
+the sampler's. The part of the update that the sampler lacks:
 
     canary = Σ (t - s) · (t - b) / Σ (t - b)²
 
@@ -38,7 +38,8 @@ NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mi
 Canary = tuple[dict[str, float], dict[str, Any]]  # metrics, and what the next comparison needs
 # nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
 MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
-FEWEST = 8  # tokens that have to move by ROUNDING, or fewer further: one may be moved by rounding
+# an update counts if it moves log-probs at least as far as FEWEST tokens moved by ROUNDING each
+FEWEST = 8
 
 
 def compare(
@@ -47,37 +48,44 @@ def compare(
     before: dict[str, Any],
     on_progress: Callable[[], None] = lambda: None,
 ) -> Canary:
-    """The metric `gap/canary`, and what the next call needs as `before`; {} at first.
+    """The metric `gap/canary`, and the `before` of the next call, which is {} in the first.
 
-    Equal weights draw the same tokens, and weights that have moved a little mostly do; only tokens
-    that were drawn the last time, too, are compared. There is no metric if these have not moved by
-    ROUNDING (root mean square), at least as far as FEWEST would.
+    Equal weights draw the same tokens, and weights that have moved a little mostly do. Only tokens
+    that the previous call drew, too, are compared. There is no metric if these have moved by less
+    than ROUNDING (root mean square), or less than FEWEST tokens moved by ROUNDING would have.
     """
-    text = policy.tokenizer.encode(TEXT, add_special_tokens=False)
-    text = text[: max(1, policy.max_length - PARAMS.max_tokens)]
-    prompts = [text[: i + 1] for i in range(len(text))][-PLACES:]
+    ids = policy.tokenizer.encode(TEXT, add_special_tokens=False)
+    ids = ids[: max(1, policy.max_length - PARAMS.max_tokens)]
+    prompts = [ids[: i + 1] for i in range(len(ids))][-PLACES:]
     drawn = sampler.sample(prompts, PARAMS, on_progress)
-    now = score(policy, prompts, drawn, PARAMS.temperature)
-    rows: list[tuple[float, ...]] = []  # t, b and s of each token that was drawn then, too
-    for c, t, (ids, b) in zip(drawn, now, before.get("drawn", []), strict=False):
-        rows += zip(t[: num_shared(c.token_ids, ids)], b, c.logprobs, strict=False)
+    logprobs = score(policy, prompts, drawn, PARAMS.temperature)
+    rows: list[tuple[float, ...]] = []  # t, b and s of each token that both calls drew
+    previous = before.get("drawn", [])
+    for completion, trainer, (ids, earlier) in zip(drawn, logprobs, previous, strict=False):
+        count = num_shared(completion.token_ids, ids)
+        rows += zip(trainer[:count], earlier, completion.logprobs, strict=False)
     t, b, s = torch.tensor(rows, dtype=torch.float64).view(-1, 3).T
     metrics = {}
     rounding = ROUNDING * torch.finfo(policy.dtype).eps
-    if (moved := (t - b).square().sum().item()) > max(len(t), FEWEST) * rounding**2:
+    moved = (t - b).square().sum().item()
+    if moved > max(len(t), FEWEST) * rounding**2:
         metrics["gap/canary"] = ((t - s) @ (t - b)).item() / moved
-    return metrics, {"drawn": [[c.token_ids, t] for c, t in zip(drawn, now, strict=True)]}
+    token_ids = [completion.token_ids for completion in drawn]
+    return metrics, {"drawn": [*map(list, zip(token_ids, logprobs, strict=True))]}
 
 
 def score(
     policy: Policy, prompts: list[list[int]], drawn: list[Completion], temperature: float = 1.0
 ) -> list[list[float]]:
-    """Log-probs of the tokens of each completion after its prompt, as a training pass has them."""
-    both = zip(prompts, drawn, strict=True)
-    turns = [Turn(prompt, c.token_ids, c.logprobs, c.finish_reason) for prompt, c in both]
-    batch = to_tokens([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
+    """Log-probs of the tokens of each completion after its prompt, computed as in training."""
+    rollouts = []
+    for prompt, completion in zip(prompts, drawn, strict=True):
+        turn = Turn(prompt, completion.token_ids, completion.logprobs, completion.finish_reason)
+        rollouts.append(Rollout("", "", 0, 0, turns=[turn]))
+    batch = to_tokens(rollouts)
     logprobs = score_tokens(policy, batch, temperature, batch.sequences)["logprobs"]
-    return [x.tolist() for x in logprobs.split([len(c.token_ids) for c in drawn])]
+    lengths = [len(completion.token_ids) for completion in drawn]
+    return [vector.tolist() for vector in logprobs.split(lengths)]
 
 
 def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: float = 1.0) -> Tensor:
@@ -87,23 +95,28 @@ def gaps(policy: Policy, prompt: list[int], drawn: Completion, temperature: floa
 
 
 def check_gap(
-    policy: Policy, sampler: Sampler, prompts: list[list[int]], params: SamplingParams,
-    subject: str, advice: str,
-) -> float:  # fmt: skip
+    policy: Policy,
+    sampler: Sampler,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    subject: str,
+    advice: str,
+) -> float:
     """The mean of `gaps` over a completion, of the prompt where it is largest.
 
-    Raises UsageError if that is more than MAX_GAP, or NaN, or if a token is none of the policy's.
+    Raises UsageError if the mean is above MAX_GAP or NaN, or a token is not in the vocabulary.
     """
-    gap, limit = math.inf, MAX_GAP.get(policy.dtype, MAX_GAP[torch.float32])
+    gap = math.inf
+    limit = MAX_GAP.get(policy.dtype, MAX_GAP[torch.float32])
     drawn = sampler.sample(prompts, params)
     vocab_size = policy.causal_lm.config.get_text_config().vocab_size
     if max(max(completion.token_ids) for completion in drawn) < vocab_size:
-        both = zip(prompts, drawn, strict=True)
-        means = [gaps(policy, *pair, params.temperature).mean() for pair in both]
+        pairs = zip(prompts, drawn, strict=True)
+        means = [gaps(policy, *pair, params.temperature).mean() for pair in pairs]
         gap = torch.stack(means).max().item()
     if not gap <= limit:
-        raise UsageError(f"{subject}: its log-probs differ by {gap:.1e} nats from the trainer's, "
-                         f"{limit:.0e} is allowed: {advice}")  # fmt: skip
+        difference = f"log-probs differ by {gap:.1e} nats from the trainer's"
+        raise UsageError(f"{subject}: its {difference}, {limit:.0e} is allowed: {advice}")
     return gap
 
 

@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any, Literal, cast
 
 from jinja2 import Environment, TemplateError
@@ -35,10 +34,11 @@ from environments.plumbing.tools import END_OF_THOUGHT, OPENING, Call, call_text
 Schema = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool", "raw")
 RAW = "raw"  # the role of a text that is a whole prompt, with what a template would write
-# For a model without a chat template, of which all prompts are raw: nothing around an answer but
-# its end
-PLAIN = ("{% for m in messages %}{{ m['content'] }}"
-         "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")  # fmt: skip
+# The template of a model that has none, so that all prompts are raw: it only ends each answer
+PLAIN = (
+    "{% for m in messages %}{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
@@ -66,10 +66,14 @@ MARKER = 'Is 1 < 2 & "b"\n\n  at least \\é?'  # text that a template may not ch
 TODAY = "today"
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a template
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
-# What begins a turn in the templates of many models, and what follows it
-MARKS = [("<|im_start|>", "<|im_end|>"), ("<|start_header_id|>", "<|end_header_id|>"),
-         ("<start_of_turn>", "<end_of_turn>"), ("<|user|>", "<|assistant|>"),
-         ("[INST]", "[/INST]")]  # fmt: skip
+# (a mark that begins a turn, one that follows it), in the templates of many models
+MARKS = [
+    ("<|im_start|>", "<|im_end|>"),
+    ("<|start_header_id|>", "<|end_header_id|>"),
+    ("<start_of_turn>", "<end_of_turn>"),
+    ("<|user|>", "<|assistant|>"),
+    ("[INST]", "[/INST]"),
+]
 
 
 def prompt_ids(
@@ -90,7 +94,7 @@ def prompt_ids(
 
 
 def with_prefill(tokenizer: Tokenizer, prompt: list[int], text: str) -> list[int]:
-    """The ids of a prompt and of the beginning of its answer, which is given."""
+    """The ids of a prompt, and after them those of `text`, with which its answer begins."""
     return prompt + _encode(tokenizer, _split(tokenizer, text))
 
 
@@ -109,23 +113,25 @@ def next_prompt_ids(
     """
     chat = [QUESTION, ANSWER, *_quoted(tokenizer, messages, tools)]
     text = render(tokenizer, chat, tools=tools).rpartition(COMPLETION)[2]
-    closing, *others = _encode(tokenizer, text.lstrip())
+    closing, *after_closing = _encode(tokenizer, text.lstrip())
     if ids[-1] == closing:
-        return ids + others
-    return (ids[:-1] if ids[-1] in stop_ids else ids) + _encode(tokenizer, text)
+        return ids + after_closing
+    if ids[-1] in stop_ids:
+        ids = ids[:-1]
+    return ids + _encode(tokenizer, text)
 
 
 def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-    """Passes `options` to the chat template from now on. Of these `today`, YYYY-MM-DD, is what it
-    takes for the current date. The template that the tokenizer saves is unchanged.
+    """Passes `options` to the chat template from now on. The option `today`, YYYY-MM-DD, sets the
+    current date of the template. The template that the tokenizer saves is unchanged.
 
-    Raises UsageError for an option that the template does not read, and for what is no date.
+    Raises UsageError for an option that the template does not read, and for an invalid date.
     """
-    own = {name: value for name, value in options.items() if name != TODAY}
+    variables = {name: value for name, value in options.items() if name != TODAY}
     source: Any = tokenizer.chat_template or ""  # or several, by name
     source = "".join(source.values()) if isinstance(source, dict) else source
     names = {text for _, kind, text in Environment().lex(source) if kind == "name"}
-    for name in own:
+    for name in variables:
         if name not in names - RESERVED:
             raise UsageError(f"--template-options {name}: the chat template has no such option")
     date = str(options.get(TODAY, ""))
@@ -133,19 +139,19 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> No
         today = datetime.fromisoformat(date) if date else None
     except ValueError:
         raise UsageError(f"--template-options today={date}: write a date as 2026-01-31") from None
-    tokenizer.template_options, tokenizer.today = own, today  # type: ignore[attr-defined]
+    tokenizer.template_options, tokenizer.today = variables, today  # type: ignore[attr-defined]
 
 
 def is_rendered(text: str) -> bool:
-    """Whether a text seems to have a chat template around it; as a message it would get another."""
+    """Whether a text seems to contain the marks of a chat template, which would add its own."""
     return any(text.lstrip().startswith(first) and second in text for first, second in MARKS)
 
 
 def check_template(tokenizer: Tokenizer, num_embeddings: int = sys.maxsize) -> int:
     """Returns the id of the token with which the assistant ends its turn: the one after the last
     answer, or, if the template writes none there, the one that opens the user's next message
-    (GLM-4). A message that has an added token beyond the `num_embeddings` of the model in it is
-    encoded as the plain characters from now on.
+    (GLM-4). From now on, messages have added tokens beyond the `num_embeddings` of the model
+    encoded as plain characters.
 
     Raises UsageError if the template changes what messages say, cannot open or end a turn, or
     writes a token beyond the embeddings, and if the vocabulary itself is larger.
@@ -156,35 +162,33 @@ def check_template(tokenizer: Tokenizer, num_embeddings: int = sys.maxsize) -> i
     if text.count(MARKER) < len(roles):
         raise UsageError("the chat template leaves out or rewrites parts of the messages")
     if max(tokenizer.vocab_size, 1 + max(_encode(tokenizer, text))) > num_embeddings:
-        raise UsageError(f"the model has {num_embeddings} embeddings, and its tokenizer or chat "
-                         "template more tokens: it may be of another model, or "
-                         "resize_token_embeddings(len(tokenizer)) is missing")  # fmt: skip
-    prompt, answered, asked_again = (
-        render(tokenizer, chat, open_turn=False)
-        for chat in ([QUESTION], [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION])
-    )
+        raise UsageError(
+            f"the model has {num_embeddings} embeddings, and its tokenizer or chat template more "
+            "tokens: take its own tokenizer, or call resize_token_embeddings(len(tokenizer))"
+        )
+    prompt = render(tokenizer, [QUESTION], open_turn=False)
+    answered = render(tokenizer, [QUESTION, ANSWER], open_turn=False)
+    with_question = render(tokenizer, [QUESTION, ANSWER, QUESTION], open_turn=False)
     header, _, after = answered.partition(COMPLETION)
-    after = after.strip() or asked_again.partition(COMPLETION)[2].strip()
+    after = after.strip() or with_question.partition(COMPLETION)[2].strip()
     closing_id = next(iter(_encode(tokenizer, after)), None)
     if closing_id not in tokenizer.added_tokens_decoder:
         raise UsageError("the chat template does not close the assistant's turn with a token")
     header = header.removeprefix(prompt.rstrip())
     if prompt == render(tokenizer, [QUESTION]) and header.strip():
-        raise UsageError("the chat template ignores add_generation_prompt: a prompt would end "
-                         f"without {header[-60:]!r}, which opens the assistant's turn")  # fmt: skip
+        raise UsageError(f"the chat template ignores add_generation_prompt: no {header[-60:]!r}")
     return cast(int, closing_id)
 
 
 def num_embeddings(tokenizer: Tokenizer) -> int:
-    """How many tokens the model of a tokenizer has embeddings of, as far as this is known."""
+    """How many embeddings the model of a tokenizer has; sys.maxsize before `check_template`."""
     return getattr(tokenizer, "num_embeddings", sys.maxsize)
 
 
 def clean_message(message: Message) -> Message:
     """Keeps role, content and calls of tools; replaces invalid characters by U+FFFD.
 
-    Raises TypeError if the role is not one of ROLES, or the content no text. Beside calls it may
-    be None.
+    Raises TypeError if the role is not one of ROLES, or the content no text (nor None, with calls).
 
     >>> clean_message({"role": "user", "content": "\\ud83d\\ude00 \\ud83d", "name": "Ann"})
     {'role': 'user', 'content': '😀 �'}
@@ -200,9 +204,7 @@ def clean_message(message: Message) -> Message:
         content = _clean("" if calls and message.get("content") is None else message["content"])
         role = message["role"]
     except (TypeError, KeyError, AttributeError, ValueError):
-        raise TypeError(
-            f"a message needs a role and a content of text, not {message!r:.200}"
-        ) from None
+        raise TypeError(f"a message needs a role and a text, not {message!r:.200}") from None
     if role not in ROLES:
         raise TypeError(f"a message has one of the roles {', '.join(ROLES)}, not {role!r:.80}")
     cleaned: Message = {"role": role, "content": content}
@@ -212,16 +214,16 @@ def clean_message(message: Message) -> Message:
 def with_system(
     tokenizer: Tokenizer, messages: list[Message], text: str, last: bool = False
 ) -> list[Message]:
-    """The conversation with a text in its system message, before what is there, or `last`.
+    """The conversation with a text at the start of its system message, or, if `last`, at the end.
 
-    A template without system messages gets it at the start of the first message.
+    With a template without system messages the text starts the first message.
     """
     has_system = bool(messages) and messages[0]["role"] == "system"
     if not has_system and accepts_system(tokenizer):
         return [{"role": "system", "content": text}, *messages]
-    first, *others = messages
+    first, *later = messages
     texts = [first["content"], text] if last and has_system else [text, first["content"]]
-    return [{"role": first["role"], "content": "\n\n".join(texts)}, *others]
+    return [{"role": first["role"], "content": "\n\n".join(texts)}, *later]
 
 
 @lru_cache(maxsize=8)
@@ -238,7 +240,7 @@ def render(
     open_turn: bool = True,
     tools: Sequence[Schema] = (),
 ) -> str:
-    """The chat as text; `open_turn`: ending where the assistant begins to write.
+    """The chat as text. With `open_turn` it ends where the assistant begins to write.
 
     Raises UsageError if there is no template, and if it refuses the messages or fails.
     """
@@ -253,7 +255,7 @@ def tool_format(tokenizer: Tokenizer) -> Literal["own", "hermes", ""]:
     """How the template writes schemas, calls and results: "own", for `parse_response`; "hermes";
     "" if it does not, or in a format that picoRL cannot read."""
     with suppress(UsageError):
-        chat = [QUESTION, _asked(COMPLETION, [LOOKUP]), RESULT]
+        chat = [QUESTION, _answer_with_calls(COMPLETION, [LOOKUP]), RESULT]
         text = _apply(tokenizer, chat, False, [TOOL])
         parts = (TOOL["function"]["description"], COMPLETION, RESULT["content"])
         if all(part in text for part in parts):
@@ -265,7 +267,7 @@ def tool_format(tokenizer: Tokenizer) -> Literal["own", "hermes", ""]:
 
 
 def as_hermes(tokenizer: Tokenizer, text: str) -> str:
-    """A completion, in which calls in a format of the template's own are written as Hermes does."""
+    """A completion with its calls written as Hermes writes them, not in the template's format."""
     if tool_format(tokenizer) != "own":
         return text
     prompt, end = render(tokenizer, [QUESTION], tools=[TOOL]), _end_of_turn(tokenizer)
@@ -293,11 +295,11 @@ def in_format_of(tokenizer: Tokenizer, text: str) -> str:
     """A demonstration with the calls of `call_text`, as the template writes them."""
     calls = hermes.read_calls(text)
     if calls and tool_format(tokenizer):
-        chat = [QUESTION, _asked(text.partition(OPENING)[0].strip(), calls)]
+        chat = [QUESTION, _answer_with_calls(text.partition(OPENING)[0].strip(), calls)]
         prompt = render(tokenizer, [QUESTION], tools=[TOOL])
         whole = render(tokenizer, chat, open_turn=False, tools=[TOOL])
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(whole, prompt, strict=False))
-        answer = whole[len([*equal]) :]
+        pairs = enumerate(zip(whole, prompt, strict=False))
+        answer = whole[next((i for i, (a, b) in pairs if a != b), len(prompt)) :]
         return answer.rpartition(_end_of_turn(tokenizer))[0].strip()
     # a call counts only after the thought of the prompt
     is_thought = calls and not read_calls(tokenizer, text)
@@ -313,9 +315,10 @@ def without_tools(
     The results of one answer are one message, with what the user says after them.
     """
     if tools:
-        shown = ("name", "description", "parameters")
-        functions = [{name: tool["function"][name] for name in shown} for tool in tools]
-        lines = [json.dumps(function, ensure_ascii=False) for function in functions]
+        lines = []
+        for function in (tool["function"] for tool in tools):
+            schema = {name: function[name] for name in ("name", "description", "parameters")}
+            lines.append(json.dumps(schema, ensure_ascii=False))
         chat = with_system(tokenizer, chat, INSTRUCTIONS.format("\n".join(lines)), last=True)
     plain: list[Message] = []
     after_result = False
@@ -337,11 +340,10 @@ def _end_of_turn(tokenizer: Tokenizer) -> str:
     return render(tokenizer, [QUESTION, ANSWER], False).rpartition(COMPLETION)[2].strip()
 
 
-def _asked(content: str, calls: Sequence[Call]) -> Message:
-    """An answer with calls."""
+def _answer_with_calls(content: str, calls: Sequence[Call]) -> Message:
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    asked = [TOOL_CALL | {"function": function} for function in functions]
-    return {"role": "assistant", "content": content, "tool_calls": asked}
+    tool_calls = [TOOL_CALL | {"function": function} for function in functions]
+    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
 def _quoted(
@@ -350,11 +352,11 @@ def _quoted(
     """Clean messages with a SPLIT inside every turn token that they quote."""
     chat = [clean_message(message) for message in messages]
     with_tools = bool(tools) or any(message["role"] == "tool" for message in chat)
-    for m in chat:
-        m["content"] = _split(tokenizer, m["content"], with_tools)
-        if "tool_calls" in m:
-            text = json.dumps(m["tool_calls"], ensure_ascii=False)
-            m["tool_calls"] = json.loads(_split(tokenizer, text, with_tools=True))
+    for message in chat:
+        message["content"] = _split(tokenizer, message["content"], with_tools)
+        if "tool_calls" in message:
+            text = json.dumps(message["tool_calls"], ensure_ascii=False)
+            message["tool_calls"] = json.loads(_split(tokenizer, text, with_tools=True))
     return chat
 
 
@@ -368,25 +370,26 @@ def _split(tokenizer: Tokenizer, text: str, with_tools: bool = False) -> str:
 
 @lru_cache(maxsize=8)
 def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
-    """What the turns of the template are made of: the added tokens that it writes, and the special
-    ones that it may write; those that begin, end and pad a text; and those without an embedding.
+    """Tokens that no message may contain: the added tokens that the template writes, and the
+    special ones in its source; those that begin, end and pad a text; those without an embedding.
 
-    `with_tools`: those that it writes around calls and results, too, as Qwen's does.
+    `with_tools`: also the tokens that the template writes around calls and results.
     """
     chat: list[Message] = [QUESTION, {"role": "assistant", "content": "?"}, QUESTION]
     text = render(tokenizer, chat, open_turn=False)
     if with_tools:
-        chat = [QUESTION, _asked("", [Call("?", {})]), RESULT]
+        chat = [QUESTION, _answer_with_calls("", [Call("?", {})]), RESULT]
         text += render(tokenizer, chat, open_turn=False, tools=[TOOL])
-    turns = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    turns |= {*_encode(tokenizer, text)}
-    source, count = str(tokenizer.chat_template), num_embeddings(tokenizer)
-    return [
-        token.content
-        for i, token in tokenizer.added_tokens_decoder.items()
-        if i in turns or i >= count or (token.special and token.content in source)
-        if len(token.content.strip()) > 1
-    ]
+    turn_ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    turn_ids |= {*_encode(tokenizer, text)}
+    turn_tokens = []
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        may_be_written = token.special and token.content in str(tokenizer.chat_template)
+        has_embedding = token_id < num_embeddings(tokenizer)
+        is_turn_token = token_id in turn_ids or may_be_written or not has_embedding
+        if is_turn_token and len(token.content.strip()) > 1:
+            turn_tokens.append(token.content)
+    return turn_tokens
 
 
 def _clean(text: str) -> str:
@@ -404,12 +407,11 @@ def _apply(
     if today := getattr(tokenizer, "today", None):
         template = NOW.sub(lambda call: repr(today.strftime(call[2])), template)
     options: dict[str, Any] = getattr(tokenizer, "template_options", {})
-    dicts = cast(list[dict[str, str]], [m | CALL_ID if m["role"] == "tool" else m for m in chat])
+    options = {**options, "add_generation_prompt": open_turn, "tools": list(tools) or None}
+    messages: Any = [m | CALL_ID if m["role"] == "tool" else m for m in chat]
+    apply: Any = tokenizer.apply_chat_template
     try:
-        text = tokenizer.apply_chat_template(
-            dicts, tools=list(tools) or None, chat_template=template, tokenize=False,
-            add_generation_prompt=open_turn, **options,
-        )  # fmt: skip
+        text = apply(messages, chat_template=template, tokenize=False, **options)
     except Exception as error:
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         reason = one_line(error)[:200]

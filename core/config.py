@@ -206,9 +206,15 @@ class RunOptions:
 # The fields of a dataclass come from its last base first: main, model, .., run.
 @dataclass(frozen=True)
 class Config(
-    RunOptions, SFTOptions, AlgorithmOptions, OptimizationOptions, SamplingOptions,
-    TaskOptions, ModelOptions, MainOptions,
-):  # fmt: skip
+    RunOptions,
+    SFTOptions,
+    AlgorithmOptions,
+    OptimizationOptions,
+    SamplingOptions,
+    TaskOptions,
+    ModelOptions,
+    MainOptions,
+):
     """picoRL: reinforcement learning for language models."""
 
     # The `Options` of the algorithm; None: resolve() takes the defaults. A file has them under the
@@ -234,25 +240,35 @@ SMOLLM2 = "smollm2"  # the model of core/files/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")
-# Settings, with some values or any but the default, and what they do nothing without
+# A setting, with values or any but its default -> the setting without which it does nothing
 NEEDED = {
-    "quantize": "lora_rank", "eval_env": "eval_num_tasks", "overlap": "sampler=server",
-    "base_url": "sampler=openai server", "teacher": "kl_coef", "kl_estimator": "kl_coef",
-    "tis_level": "tis_cap", "tis_mode": "tis_cap",
-    "sampler=server": "lora_rank",  # it gets adapters
-}  # fmt: skip
-# Those that contradict each other
+    "quantize": "lora_rank",
+    "eval_env": "eval_num_tasks",
+    "overlap": "sampler=server",
+    "base_url": "sampler=openai server",
+    "teacher": "kl_coef",
+    "kl_estimator": "kl_coef",
+    "tis_level": "tis_cap",
+    "tis_mode": "tis_cap",
+    "sampler=server": "lora_rank",  # the server gets adapters
+}
+# Pairs of settings that contradict each other
 CONFLICTS = [
-    ("quantize", "sampler=vllm server"), ("dtype=float64", "sampler=vllm"),
-    ("top_k", "sampler=server"), ("top_p", "sampler=server"),  # which tokens were kept?
-    ("stop", "sampler=server"), ("overlap", "curriculum"),
-]  # fmt: skip
-PACKAGES = {  # that values need, and the extra of picoRL that installs them
-    "sampler=vllm": ("vllm", "vllm"), "sampler=openai": ("openai", "openai"),
+    ("quantize", "sampler=vllm server"),
+    ("dtype=float64", "sampler=vllm"),
+    ("top_k", "sampler=server"),  # which does not say what top-k and top-p kept
+    ("top_p", "sampler=server"),
+    ("stop", "sampler=server"),
+    ("overlap", "curriculum"),
+]
+# A setting -> the package that it needs, and the extra of picoRL that installs it
+PACKAGES = {
+    "sampler=vllm": ("vllm", "vllm"),
+    "sampler=openai": ("openai", "openai"),
     "quantize=nf4": ("bitsandbytes", "quantize"),
     "optimizer=adamw8bit": ("bitsandbytes", "quantize"),
     **{f"track={name}": (name, "track") for name in ("wandb", "tensorboard", "trackio")},
-}  # fmt: skip
+}
 URL = r"https?://[\w.:\[\]-]+(/[\w./-]*)?"  # of --base-url; config.yaml stores it: no secrets
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
@@ -268,11 +284,11 @@ def resolve(cfg: Config) -> Config:
     cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **paths, **envs)
     kind = options_of(cfg.algo)
     if not isinstance(cfg.options, kind | None):
-        raise UsageError(f"Config.options: give {kind.__module__}.{kind.__name__}, which are those "
-                         f"of --algo {cfg.algo}")  # fmt: skip
+        name = f"{kind.__module__}.{kind.__name__}"
+        raise UsageError(f"Config.options: give {name}, the options of --algo {cfg.algo}")
     cfg = replace(cfg, options=(cfg.options or kind()).with_preset())
-    defaults = defaults_for(cfg)
-    cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
+    defaults = defaults_for(cfg).items()
+    cfg = replace(cfg, **{name: value for name, value in defaults if getattr(cfg, name) is None})
     if cfg.overlap:
         cfg = replace(cfg, staleness=cfg.staleness or 1)
     if "own_draw" in needs(cfg) and cfg.dtype == "auto":
@@ -288,20 +304,20 @@ def defaults_for(cfg: Config) -> dict[str, Any]:
     tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     on_laptops = tiny or cfg.model_id == SMOLLM2
     max_tokens = 64 if on_laptops else 1024
-    own_tokens = max_tokens if cfg.max_tokens is None else cfg.max_tokens
-    messages = 1024 if cfg.model_id == SMOLLM2 else 4096
+    completion_tokens = max_tokens if cfg.max_tokens is None else cfg.max_tokens
+    message_tokens = 1024 if cfg.model_id == SMOLLM2 else 4096
     return {
         "lr": 5e-5 if tiny else 2e-5 if lora else 1e-6,
         "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
         "max_tokens": max_tokens,
-        "max_model_len": cfg.max_turns * own_tokens + messages,
+        "max_model_len": cfg.max_turns * completion_tokens + message_tokens,
         "max_tokens_per_micro_batch": 2048 if on_laptops else None,
         "credit": "turn" if "turn_credit" in needs(cfg) else "episode",
     }
 
 
 def needs(cfg: Config) -> set[str]:
-    """What the algorithm needs, in the words of core/algorithm.py."""
+    """What the algorithm needs beyond single rewards: keys of NEEDS (core/algorithm.py)."""
     return {*(cfg.options or options_of(cfg.algo)()).needs}
 
 
@@ -334,7 +350,7 @@ def flag(name: str) -> str:
 
 
 def is_set(cfg: Config, text: str) -> bool:
-    """Whether a setting has one of these values; without values, another one than by default.
+    """Whether the setting in `text` has one of the values there; without values, no default value.
 
     >>> [is_set(Config(sampler="vllm"), text) for text in ("sampler", "sampler=torch vllm", "lr")]
     [True, True, False]
@@ -344,27 +360,30 @@ def is_set(cfg: Config, text: str) -> bool:
     return value in values.split() if values else value != getattr(Config, name)
 
 
-def _shown(cfg: Config, text: str) -> str:
+def _option(cfg: Config, text: str) -> str:
     name = text.partition("=")[0]
     value = getattr(cfg, name)
     return flag(name) if value is True else f"{flag(name)} {value}"
 
 
 def _problems(cfg: Config) -> Iterator[str]:
-    """What is wrong with the settings. Each check may rely on the checks before it."""
+    """Messages about invalid settings. Each check may rely on the checks before it."""
     yield from _value_problems(cfg)
     parse_template_options(cfg.template_options)  # raises UsageError
-    for one, other in NEEDED.items():
-        name, _, values = other.partition("=")
-        if is_set(cfg, one) and not (is_set(cfg, other) if values else getattr(cfg, name)):
+    for setting, needed_setting in NEEDED.items():
+        name, _, values = needed_setting.partition("=")
+        has_needed = is_set(cfg, needed_setting) if values else getattr(cfg, name)
+        if is_set(cfg, setting) and not has_needed:
             words = f"{flag(name)} {' or '.join(values.split())}".strip()
-            yield f"{_shown(cfg, one)} works only with {words}: add that, or remove it"
-    for one, other in CONFLICTS:
-        if is_set(cfg, one) and is_set(cfg, other):
-            yield f"{_shown(cfg, one)} does not go with {_shown(cfg, other)}: remove one of them"
-    for one, (package, extra) in PACKAGES.items():
-        if is_set(cfg, one) and not is_installed(package):
-            yield f'{_shown(cfg, one)}: {package} is not installed; pip install -e ".[{extra}]"'
+            yield f"{_option(cfg, setting)} works only with {words}: add that, or remove it"
+    for pair in CONFLICTS:
+        if all(is_set(cfg, setting) for setting in pair):
+            first, second = (_option(cfg, setting) for setting in pair)
+            yield f"{first} does not go with {second}: remove one of them"
+    for setting, (package, extra) in PACKAGES.items():
+        if is_set(cfg, setting) and not is_installed(package):
+            install = f'pip install -e ".[{extra}]"'
+            yield f"{_option(cfg, setting)}: {package} is not installed; {install}"
     if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
         yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
     if cfg.sampler in ("openai", "server") and not re.fullmatch(URL, cfg.base_url):
@@ -378,10 +397,11 @@ def _problems(cfg: Config) -> Iterator[str]:
     name, needed = name_of(cfg.algo), needs(cfg)
     if unknown := needed - NEEDS.keys():
         yield f"--algo {cfg.algo} needs {unknown.pop()!r}: choose {', '.join(NEEDS)}"
-    for why, *refused in (NEEDS[word] for word in sorted(needed)):
-        for one in refused:
-            if is_set(cfg, one):
-                yield f"{_shown(cfg, one)}: --algo {name} {why}; change or remove it"
+    for key in sorted(needed):
+        meaning, *contradicted = NEEDS[key]
+        for setting in contradicted:
+            if is_set(cfg, setting):
+                yield f"{_option(cfg, setting)}: --algo {name} {meaning}; change or remove it"
     if cfg.num_updates and cfg.group_size < 2 and ("groups" in needed or cfg.filter_groups):
         yield f"--group-size 1: --algo {name} {NEEDS['groups'][0]}"
 
@@ -389,8 +409,8 @@ def _problems(cfg: Config) -> Iterator[str]:
 def ranges_of(cls: type) -> dict[str, Range]:
     """The `Range` beside each setting of a dataclass that has one."""
     kinds = get_type_hints(cls, include_extras=True).items()
-    facts = {name: getattr(kind, "__metadata__", [None])[0] for name, kind in kinds}
-    return {name: fact for name, fact in facts.items() if isinstance(fact, Range)}
+    beside = {name: getattr(kind, "__metadata__", [None])[0] for name, kind in kinds}
+    return {name: value for name, value in beside.items() if isinstance(value, Range)}
 
 
 def _value_problems(cfg: Config) -> Iterator[str]:
@@ -399,17 +419,17 @@ def _value_problems(cfg: Config) -> Iterator[str]:
     for settings, prefix in ((cfg, ""), (cfg.options, f"{name_of(cfg.algo)}.")):
         ranges = ranges_of(type(settings))
         for name, kind in get_type_hints(type(settings)).items():
-            value, words, allowed = getattr(settings, name), get_args(kind), ranges.get(name)
-            if all(isinstance(word, str) for word in words) and words and value not in words:
-                yield f"{flag(prefix + name)} {value}: choose {', '.join(words)}"
+            value, allowed = getattr(settings, name), ranges.get(name)
+            choices = get_args(kind)
+            has_choices = bool(choices) and all(isinstance(choice, str) for choice in choices)
+            if has_choices and value not in choices:
+                yield f"{flag(prefix + name)} {value}: choose {', '.join(choices)}"
             if allowed and value is not None and not allowed.has(value):
                 yield f"{flag(prefix + name)} must be {allowed}, not {f'{value}':.30}"
     if "" in cfg.stop:
         yield "--stop '' would end each completion at once: remove it, or give a text"
     rollouts = cfg.num_prompts * cfg.group_size
     if cfg.num_minibatches > rollouts:
-        yield (f"--num-minibatches must be at most --num-prompts * --group-size = {rollouts}, not "
-               f"{cfg.num_minibatches}")  # fmt: skip
+        yield f"--num-minibatches {cfg.num_minibatches}: an update has only {rollouts} rollouts"
     if cfg.max_model_len <= cfg.max_tokens:
-        yield (f"--max-model-len must be more than --max-tokens = {cfg.max_tokens}, to leave room "
-               f"for a prompt, not {cfg.max_model_len}")  # fmt: skip
+        yield f"--max-model-len {cfg.max_model_len} must exceed --max-tokens = {cfg.max_tokens}"

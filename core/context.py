@@ -7,7 +7,7 @@ tokenized. So the policy is trained on exactly what it saw. A context grows from
 an environment begins a fresh one. A `Renderer` turns messages into ids.
 
 An episode (core/episodes.py) calls an `Agent` in this order. Two things are rare: a *prefill*, the
-beginning of an answer that the environment gives, and what `show` makes for --algo sdpo.
+beginning of an answer that the environment gives, and `add_feedback`, for --algo sdpo.
 
     begin(messages)     the opening messages
     set_prompt()        the ids of the next prompt, `prompt_ids`, which is then sampled after
@@ -85,12 +85,12 @@ class Agent:
     schemas: Sequence[Schema] = ()  # of the tools that it may call
     chat: list[Message] = field(default_factory=list)  # messages in the context
     context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
-    num_seen: int = 0  # messages that `context_ids` has
-    num_opening: int = 0  # ids of the prompt with which the context began
+    num_seen: int = 0  # number of messages that `context_ids` has
+    num_opening: int = 0  # number of ids of the prompt with which the context began
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
-    step: Step | None = None  # its last one
-    given: str = ""  # the prefill of the last answer
+    step: Step | None = None  # the last Step that the agent got
+    last_prefill: str = ""  # the prefill of its last answer
 
     def begin(self, messages: list[Message]) -> None:
         """Begins a context with these messages, and the system prompt before them."""
@@ -116,12 +116,12 @@ class Agent:
         if answer.finish_reason == "error":
             raise EnvFailure(answer.text)
         prompt, ids = self.prompt_ids, answer.token_ids
-        # what is trained: the ids exactly as they were sampled, in the context that they had
+        # training uses the ids exactly as they were sampled, in the context that they had
         turn = Turn(prompt, ids, answer.logprobs, answer.finish_reason, kept_ids=answer.kept_ids)
         self.rollout.turns.append(turn)
-        self.given = self.prefill
-        text = self.given + answer.text
-        if self.given:  # the answer, which follows, begins with this message
+        self.last_prefill = self.prefill
+        text = self.last_prefill + answer.text
+        if self.last_prefill:  # `text` takes the place of the message with the prefill
             del self.chat[-1], self.rollout.messages[-1]
         self._extend([{"role": "assistant", "content": text}])
         self.num_opening = self.num_opening if self.context_ids else len(prompt)
@@ -131,22 +131,22 @@ class Agent:
         response.token_ids = self.context_ids[self.num_opening :]
         return response
 
-    def show(self, right: str | None) -> None:
+    def add_feedback(self, right_answer: str | None) -> None:
         """For --algo sdpo: gives the last turn `feedback_ids`, the prompt of its teacher.
 
-        The prompt is that of the turn, then the answer `right`, then the same question once more;
-        [] if that exceeds the context. core/feedback.py says what sdpo does with it.
+        The prompt is that of the turn, then `right_answer`, then the same question once more; [] if
+        that exceeds the context. core/feedback.py computes the teacher's log-probs after it.
         """
-        if not right:
+        if not right_answer:
             return
         turn, question = self.rollout.turns[-1], self.chat[-2]
-        again = Agent(self.renderer, Rollout("", "", 0, 0), schemas=self.schemas)
-        again.chat, again.prompt_ids = self.chat[:-1], turn.prompt_ids
-        again.add(right)
-        again.read(Step(question, 0.0, done=False))
-        policy, ids = self.renderer.policy, again.prompt_ids
-        if ids and self.given:
-            ids = with_prefill(policy.tokenizer, ids, self.given)
+        teacher = Agent(self.renderer, Rollout("", "", 0, 0), schemas=self.schemas)
+        teacher.chat, teacher.prompt_ids = self.chat[:-1], turn.prompt_ids
+        teacher.add(right_answer)
+        teacher.read(Step(question, 0.0, done=False))
+        policy, ids = self.renderer.policy, teacher.prompt_ids
+        if ids and self.last_prefill:
+            ids = with_prefill(policy.tokenizer, ids, self.last_prefill)
         turn.feedback_ids = ids if len(ids) + len(turn.completion_ids) <= policy.max_length else []
 
     def read(self, step: Step) -> None:
@@ -178,22 +178,22 @@ class Agent:
 
         Raises UsageError if the new messages alone exceed the context.
         """
-        policy, schemas, opening = self.renderer.policy, self.schemas, self.chat
+        policy, schemas = self.renderer.policy, self.schemas
         if self.context_ids:
-            if opening[0]["role"] == RAW:
+            if self.chat[0]["role"] == RAW:
                 raise UsageError("a raw prompt has one answer: nothing says what follows it")
-            new = opening[self.num_seen :]
+            new = self.chat[self.num_seen :]
             ids = next_prompt_ids(policy.tokenizer, self.context_ids, new, policy.stop_ids, schemas)
         elif prefill := self.prefill:
-            ids = self.renderer.opening_ids(opening[:-1], schemas)
+            ids = self.renderer.opening_ids(self.chat[:-1], schemas)
             ids = with_prefill(policy.tokenizer, ids, prefill)
         else:
-            ids = self.renderer.opening_ids(opening, schemas)
+            ids = self.renderer.opening_ids(self.chat, schemas)
         num_new = len(ids) - len(self.context_ids)
-        is_result = self.chat[-1]["role"] == "tool"  # its length may be the policy's doing
+        is_result = self.chat[-1]["role"] == "tool"  # the policy may have asked for a long one
         if num_new >= policy.max_length and not is_result:
-            raise UsageError(f"one message has {num_new} tokens; the context of an episode "
-                             f"has {policy.max_length} ({policy.limited_by})")  # fmt: skip
+            context = f"the context of an episode has {policy.max_length} ({policy.limited_by})"
+            raise UsageError(f"one message has {num_new} tokens; {context}")
         self.context_full = len(ids) >= policy.max_length
         self.prompt_ids = [] if self.context_full else ids
 

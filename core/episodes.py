@@ -20,9 +20,8 @@ order the answers come. So a run that is repeated is equal to the bit, if its en
 deterministic and no call is near its time limit.
 
 Where an environment (`Env.alone`) or a sampler on a server asks for it, episodes move alone: each
-continues as soon as its own answers are there. Its random numbers stay the same. The sampler then
-computes it together with other completions, which rounds differently, so log-probs differ in the
-last digits.
+continues as soon as its own answers are there. Its random numbers stay the same, but the sampler
+computes it together with other completions, so log-probs differ by rounding.
 
 An environment that raises, exceeds its time limit or returns something invalid costs only its own
 episode: `Rollout.error` gives the reason.
@@ -60,7 +59,7 @@ class Episode:
     env: PooledEnv = field(init=False)
     agents: dict[str, Agent] = field(default_factory=dict)
     rounds: int = 0  # how often its agents were asked to act; part of the seed of the next draws
-    seat: str = ""  # where others play the rest: the agent whose rollout alone is kept
+    seat: str = ""  # the only agent whose rollout is returned; "": those of all agents are
 
 
 Wanted = Request | EnvCall
@@ -84,14 +83,15 @@ class RolloutCollector:
     ):
         """`system_prompt`: as `Renderer`.
         `env_timeout`: limit of one call of an environment, in seconds; 0: no limit.
-        `redirect`: gives the request of an agent that the policy does not play another sampler.
+        `redirect`: gives another sampler to the requests of agents that the policy does not play.
         `shows_right`: whether turns of training get `feedback_ids`.
-        `play_program`: an episode of a program that asks: core/extras/programs.py.
+        `play_program`: plays the episode of an agent program (core/extras/programs.py).
         `say`: prints a line."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = Renderer(policy, system_prompt)
         self.pool = Pool(partial(read_calls, policy.tokenizer), env_timeout)
-        self.say, self.said = say, set[str]()  # how agent programs ended
+        self.say = say
+        self.agent_errors: set[str] = set()  # kinds of errors of agent programs, said once each
         self.redirect, self.shows_right, self.play_program = redirect, shows_right, play_program
 
     def collect(
@@ -139,11 +139,12 @@ class RolloutCollector:
         mine = distributed.shard(list(enumerate(tasks)))
         episodes = [Episode(number, task) for number, task in mine]
         self.play_out([self.guarded(episode, answerer) for episode in episodes], on_progress)
-        kept = list[Rollout]()
-        for e in episodes:
-            seats = [agent.rollout for name, agent in e.agents.items() if e.seat in ("", name)]
-            kept += [rollout for rollout in seats if rollout.turns or rollout.error]
-        return group_by_agent(with_lowest_return(distributed.all_gather(kept)))
+        rollouts: list[Rollout] = []
+        for episode in episodes:
+            for name, agent in episode.agents.items():
+                if episode.seat in ("", name) and (agent.rollout.turns or agent.rollout.error):
+                    rollouts.append(agent.rollout)
+        return group_by_agent(with_lowest_return(distributed.all_gather(rollouts)))
 
     def close(self) -> None:
         """Closes all environments."""
@@ -174,15 +175,16 @@ class RolloutCollector:
                 response.is_last = len(agent.rollout.turns) == self.max_turns
             episode.rounds += 1
 
-            right: dict[str, str | None] = {}  # what would have been right
+            right_answers: dict[str, str | None] = {}
             if shows_right:
-                shown = yield [EnvCall(env, env.game.demonstrate, (name,)) for name in responses]
-                right = dict(zip(responses, shown, strict=True))
+                calls = [EnvCall(env, env.game.demonstrate, (name,)) for name in responses]
+                demonstrations = yield calls
+                right_answers = dict(zip(responses, demonstrations, strict=True))
             [steps] = yield [EnvCall(env, env.step, (responses,))]
             for name, step in steps.items():
                 agent = agents.get(name) or self.join(episode, name)
                 if shows_right and name in responses:
-                    agent.show(step.feedback or right[name])
+                    agent.add_feedback(step.feedback or right_answers[name])
                 agent.rollout.steps.append((step.reward, step.fresh))
                 agent.read(step)  # the last turn's reward; the prompt of the next turn
         if any(agent.prompt_ids or agent.context_full for agent in agents.values()):
@@ -221,10 +223,7 @@ class RolloutCollector:
     def play_out(self, plays: list[Play], on_progress: Callable[[], None] = lambda: None) -> None:
         """The loop around all episodes: lets each one continue until it has ended.
 
-        In rounds no episode continues before everything that was asked for is answered. So step 1
-        of the default run moves all episodes four times: to `reset`, to their completion, to
-        `step`, and to their end. While they are sampled, the loop repeats once for each token of
-        the longest completion.
+        While completions are sampled, the loop repeats once for each token of the longest one.
         """
         waits: dict[Play, Sequence[Wanted]] = {play: [] for play in plays}  # what each waits for
         answers: dict[Wanted, Outcome] = {}  # (value, None), or (None, exception)
@@ -253,12 +252,12 @@ class RolloutCollector:
                 on_progress()
                 # 3. The samplers sample on, such as one token for each request
                 for sampler in [*sampling]:
-                    ended = sampler.step()
-                    answers |= {request: (completion, None) for request, completion in ended}
-                    sampling[sampler] -= len(ended)
+                    completions = sampler.step()
+                    answers |= {request: (answer, None) for request, answer in completions}
+                    sampling[sampler] -= len(completions)
                 sampling = +sampling  # drops the samplers that have no request left
                 # 4. Environments answer
-                outcomes = self.pool.ended(on_progress, may_wait=not sampling)
+                outcomes = self.pool.finished(on_progress, may_wait=not sampling)
                 answers |= outcomes
                 calling -= len(outcomes)
         finally:  # after Ctrl-C nothing goes on, and no environment in use is used again
@@ -271,8 +270,9 @@ class RolloutCollector:
 
     def asked_to_act(self, episode: Episode) -> list[Agent]:
         """The agents that have a prompt; none if one of them has had all its turns."""
-        asked = [agent for agent in episode.agents.values() if agent.prompt_ids]
-        return asked if all(len(a.rollout.turns) < self.max_turns for a in asked) else []
+        agents = [agent for agent in episode.agents.values() if agent.prompt_ids]
+        may_act = all(len(agent.rollout.turns) < self.max_turns for agent in agents)
+        return agents if may_act else []
 
     def join(self, episode: Episode, name: str) -> Agent:
         """A new agent of the episode, with a random stream of its own."""
@@ -338,8 +338,8 @@ def with_lowest_return(rollouts: list[Rollout]) -> list[Rollout]:
 
 def group_by_agent(rollouts: list[Rollout]) -> list[Rollout]:
     """Gives each agent of a task its own group, so that only the same agent is compared."""
-    numbers: dict[tuple[int, str], int] = {}
+    group_ids: dict[tuple[int, str], int] = {}
     for rollout in rollouts:
         key = (rollout.group_id, rollout.agent)
-        rollout.group_id = numbers.setdefault(key, len(numbers))
+        rollout.group_id = group_ids.setdefault(key, len(group_ids))
     return rollouts

@@ -34,7 +34,8 @@ from environments.plumbing.tools import ReadCalls, ToolEnv, with_tools
 MAX_CALLS = 64  # of environments that wait, at the same time
 MAX_HEAVY = 32
 POLL = 0.05  # seconds after which the loop looks at Ctrl-C again, and at the sampler
-FIRST, BUILT = defaultdict[EnvSpec, Lock](Lock), set[EnvSpec]()  # held while a spec is first built
+FIRST = defaultdict[EnvSpec, Lock](Lock)  # held while an environment of a spec is first built
+BUILT = set[EnvSpec]()  # specs of which one has been built
 
 
 @dataclass(eq=False)  # so that a call can be the key of a dict
@@ -111,25 +112,26 @@ class Pool:
             else:
                 self.quick.append(group)
 
-    def ended(self, on_progress: Callable[[], None], may_wait: bool) -> dict[Any, Outcome]:
-        """The outcome of each call that has ended. Makes quick calls for a moment; where there are
-        none, and it `may_wait`, waits a moment for the others.
+    def finished(self, on_progress: Callable[[], None], may_wait: bool) -> dict[Any, Outcome]:
+        """The outcome of each call that has finished. Makes quick calls for a moment; if there are
+        none, and it `may_wait`, waits a moment for calls that wait.
 
         A signal that ends the run calls `on_progress` within a quick call.
         """
-        made, until = list[tuple[Any, Outcome]](), time.monotonic() + POLL
+        finished: list[tuple[Any, Outcome]] = []  # groups of calls with their outcomes
+        until = time.monotonic() + POLL
         with quick_calls(on_progress) if self.quick else nullcontext():
             while self.quick and time.monotonic() < until:
                 group = self.quick.popleft()
                 outcome = outcome_of(partial(make_calls, group))
                 if isinstance(outcome[1], (KeyboardInterrupt, Stopped)):
                     raise outcome[1]
-                made.append((group, outcome))
+                finished.append((group, outcome))
         if self.slow.at_work:
-            made += self.slow.ended(POLL if may_wait and not made else 0.0)
+            finished += self.slow.finished(POLL if may_wait and not finished else 0.0)
         outcomes: dict[Any, Outcome] = {}
-        for group, (results, error) in made:
-            for i, call in enumerate(group):  # an exception is that of all of them
+        for group, (results, error) in finished:
+            for i, call in enumerate(group):  # an exception is the outcome of all calls of a group
                 outcomes[call] = results[i] if error is None else (None, error)
         return outcomes
 
@@ -150,21 +152,21 @@ class PooledEnv:
     def __init__(self, spec: EnvSpec, read_calls: ReadCalls):
         self.spec, self.read_calls = spec, read_calls
         self.heavy = bool(spec.declares("heavy"))
-        self.made: Any = None  # an Env or a MultiAgentEnv
-        self.game: Any = None  # the same as a MultiAgentEnv, whose tools answer
+        self.built: Any = None  # an Env or a MultiAgentEnv
+        self.game: Any = None  # `built` as a MultiAgentEnv, whose tools answer
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         if self.game is None:
-            self.made = self.build()
-            self.game = with_tools(self.made, self.read_calls)
+            self.built = self.build()
+            self.game = with_tools(self.built, self.read_calls)
         return checked_openings(self.game.reset(seed))
 
     def build(self) -> Any:
         with FIRST[self.spec]:  # the first one alone: it reads data that the others share
             if self.spec not in BUILT:
-                made = make(self.spec)
+                env = make(self.spec)
                 BUILT.add(self.spec)
-                return made
+                return env
         return make(self.spec)
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
@@ -175,7 +177,7 @@ class PooledEnv:
         return self.checked(self.game.step_when_cut() if isinstance(self.game, ToolEnv) else {})
 
     def checked(self, steps: dict[str, Step]) -> dict[str, Step]:
-        return checked_steps(steps, isinstance(self.made, Env))
+        return checked_steps(steps, isinstance(self.built, Env))
 
     def close(self) -> None:
         if self.game is not None:
@@ -192,11 +194,11 @@ class PooledEnv:
 
     @property
     def steps_together(self) -> bool:
-        return isinstance(self.made, Env) and has_step_batch(self.made)
+        return isinstance(self.built, Env) and has_step_batch(self.built)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of the tools that the agents may call."""
+        """Schemas of the tools that the agents may call."""
         return self.game.schemas if isinstance(self.game, ToolEnv) else []
 
 
@@ -204,7 +206,7 @@ def make_calls(calls: list[EnvCall]) -> list[Outcome]:
     """Makes the calls of one environment, or those of a batch of steps."""
     if not calls[0].is_in_batch:
         return [(call.method(*call.args), None) for call in calls]
-    envs: list[Any] = [call.env.made for call in calls]
+    envs: list[Any] = [call.env.built for call in calls]
     steps = type(envs[0]).step_batch(envs, [call.args[0][PLAYER] for call in calls])
     if len(steps) != len(calls):
         raise ValueError(f"step_batch() returned {len(steps)} steps for {len(calls)} responses")
@@ -220,7 +222,7 @@ def make_calls(calls: list[EnvCall]) -> list[Outcome]:
 
 
 def most_at_once(spec: EnvSpec) -> int:
-    """How many heavy environments exist while one of these begins: more would only wait."""
+    """How many heavy environments may exist when one of this spec is to be built."""
     if not is_program(spec):
         return MAX_HEAVY
     return (os.cpu_count() or 1) + 4 if spec.values["command"] else 64

@@ -168,17 +168,17 @@ def test_a_call_has_a_limit_or_none_and_what_is_late_or_forgotten_has_no_consequ
     monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for key, limit in (("late", 5.0), ("unlimited", 0.0), ("next", 5.0)):
         made.start(key, lambda: go.wait(60), limit)
-    assert made.ended(0.0) == []
+    assert made.finished(0.0) == []
     now[0] = 6.0
-    [(key, (value, error))] = made.ended(0.0)
+    [(key, (value, error))] = made.finished(0.0)
     assert (key, value, type(error)) == ("late", None, TimeLimit)
     go.set()
     outcomes = {}
     while len(outcomes) < 2:
-        outcomes |= made.ended(1.0)
+        outcomes |= made.finished(1.0)
     assert outcomes == {"unlimited": (True, None), "next": (True, None)}
     made.start("forgotten", lambda: 1)
-    assert made.clear() == ["forgotten"] and not made.at_work and not made.ended(0.0)
+    assert made.clear() == ["forgotten"] and not made.at_work and not made.finished(0.0)
 
 
 @pytest.mark.parametrize("waits", [False, True])

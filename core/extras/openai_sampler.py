@@ -51,7 +51,7 @@ class OpenAISampler(Sampler):
 
     def step(self) -> list[tuple[Request, Completion]]:
         """Waits a moment. A request that failed has a Completion with an `error`."""
-        outcomes = self.calls.ended(0.01)
+        outcomes = self.calls.finished(0.01)
         return [(request, self._completion(*outcome)) for request, outcome in outcomes]
 
     def clear(self) -> None:

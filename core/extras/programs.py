@@ -43,7 +43,7 @@ SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
 def play_program(collector: RolloutCollector, episode: Episode, answerer: Answerer) -> Play:
     """One episode of a program, from its first request to its reward."""
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
-    program: Any = episode.env.made
+    program: Any = episode.env.built
     agent = collector.join(episode, PLAYER)
     rollout = agent.rollout
     conversations = Conversations(collector.renderer)
@@ -79,8 +79,8 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
     if program.error:
         text = error_text(program.error).removeprefix("ProgramError: ")
-        if (kind := text.partition(":")[0]) not in collector.said:
-            collector.said.add(kind)
+        if (kind := text.partition(":")[0]) not in collector.agent_errors:
+            collector.agent_errors.add(kind)
             collector.say(
                 f"an agent ended with {text}; such episodes earn the lowest reward. If the policy "
                 "is not the cause, correct it, or raise environments.base.EnvFailure"

@@ -107,7 +107,7 @@ class ServerSampler(Sampler):
 
     def step(self) -> list[tuple[Request, Completion]]:
         """As `Sampler.step`. Raises NoServer if the server fails."""
-        outcomes = self.calls.ended(0.01)  # waits that many seconds for an answer
+        outcomes = self.calls.finished(0.01)  # waits that many seconds for an answer
         for _, (_, error) in outcomes:
             if error is not None:
                 raise error
