@@ -14,18 +14,18 @@ from core.results import Record, evaluated, finite, updates_of
 
 WINDOW = 5  # updates, where single ones are chance
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
-MAX_UNSOLVED = 0.1  # fraction of groups up to which it does not matter if all are dead
+MAX_UNSOLVED = 0.1  # fraction of unsolved groups up to which no warning is due if all are dead
 # how far a mean return has to fall: in standard deviations of a return, and of a mean of P returns
 # (P, not P·G: the rollouts of a task depend on each other)
 MIN_FALL, CERTAIN_FALL = 0.75, 3.0
 WORSE = "the reward and its assignment to rollouts; a lower --lr, from an earlier checkpoint"
-EXPLAINED = {  # one cause, one warning: those that take the place of another
+EXPLAINED = {  # warning -> warnings with the same cause: if one of them holds, it is left out
     "below_start": {"no_movement", "answers_unchanged"},
     "accuracy_fell": {"no_movement", "answers_unchanged", "below_start"},
     "tokens_left_out": {"rollouts_left_out"},
     "dead_groups": {"no_reward", "below_start", "equal_answers"},
 }
-EXACT = {  # what the line before update 1 says: metric -> text with its number
+EXACT = {  # metric -> its text in the line before update 1
     "gap/logprob_max": "sampler and trainer agree to {:.1e} nats a token",
     "reward/judged_otherwise": "{:.0%} of answers earn something else when judged again",
     "demonstrations/right": "{:.0%} of demonstrations are right",
@@ -33,14 +33,14 @@ EXACT = {  # what the line before update 1 says: metric -> text with its number
 
 
 def how_exact(records: list[Record]) -> str:
-    """A line about what was checked with the first update, up to which `records` go.
+    """A line about what was checked up to the first update, whose `records` these are.
 
     >>> how_exact([{"demonstrations/right": 1.0}, {"gap/logprob_max": 2.6e-6}])
     'exact: sampler and trainer agree to 2.6e-06 nats a token, 100% of demonstrations are right'
     """
-    found = {name: value for record in records for name, value in record.items()}
-    said = [text.format(found[name]) for name, text in EXACT.items() if name in found]
-    return f"exact: {', '.join(said)}" if said else ""
+    metrics = {name: value for record in records for name, value in record.items()}
+    texts = [text.format(metrics[name]) for name, text in EXACT.items() if name in metrics]
+    return f"exact: {', '.join(texts)}" if texts else ""
 
 
 def new_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
@@ -66,28 +66,29 @@ def active_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     """
     if not records or "update" not in records[-1]:
         return {}
-    found: dict[str, str] = {}
+    warnings: dict[str, str] = {}
     for name, judge in (*FACTS, *SYMPTOMS):
-        if name not in found and (what := judge(records, cfg)):
-            found[name] = what
-    explained = [name for name, causes in EXPLAINED.items() if causes & found.keys()]
-    return {name: message for name, message in found.items() if name not in explained}
+        message = "" if name in warnings else judge(records, cfg)
+        if message:
+            warnings[name] = message
+    explained = [name for name, causes in EXPLAINED.items() if causes & warnings.keys()]
+    return {name: message for name, message in warnings.items() if name not in explained}
 
 
 def accuracy_fell(records: list[Record], cfg: Config) -> str:
-    """No accuracy is below that of an earlier evaluation, beyond both intervals."""
-    now = records[-1]
-    for then in reversed(records):
-        for env in evaluated(then, "ci_low"):
-            if finite(now, f"eval/{env}/ci_high") < finite(then, f"eval/{env}/ci_low"):
-                before, after = (finite(r, f"eval/{env}/accuracy") for r in (then, now))
+    """Warns of an accuracy below that of an earlier evaluation, beyond both intervals."""
+    last = records[-1]
+    for earlier in reversed(records):
+        for env in evaluated(earlier, "ci_low"):
+            if finite(last, f"eval/{env}/ci_high") < finite(earlier, f"eval/{env}/ci_low"):
+                before, after = (finite(r, f"eval/{env}/accuracy") for r in (earlier, last))
                 text = f"accuracy on {env} fell to {after:.2f}, from {before:.2f} at update"
-                return f"{text} {then['update']}; try {WORSE}"
+                return f"{text} {earlier['update']}; try {WORSE}"
     return ""
 
 
 def below_start(records: list[Record], cfg: Config) -> str:
-    """Not each of the last updates has earned clearly less than the first, at the same level."""
+    """Warns if each of the last updates has earned clearly less than the first, at its level."""
     updates = updates_of(records)
     judged = [*updates[:1], *updates[-MIN_UPDATES:]]
     start, *rewards = [finite(r, "reward/mean") for r in judged] or [math.nan]
@@ -101,10 +102,12 @@ def below_start(records: list[Record], cfg: Config) -> str:
 
 
 def no_reward(records: list[Record], cfg: Config) -> str:
-    """In some update so far returns differed."""
+    """Warns if all rollouts of all updates so far have the same return."""
     updates = updates_of(records)
-    earned, *others = {finite(r, f"reward/{k}") for r in updates for k in ("min", "max")} or {0.0}
-    if others or math.isnan(earned) or len(updates) < MIN_UPDATES or "feedback" in needs(cfg):
+    returns = {finite(r, f"reward/{end}") for r in updates for end in ("min", "max")}
+    earned = min(returns, default=math.nan)
+    no_warning = len(returns) > 1 or math.isnan(earned) or len(updates) < MIN_UPDATES
+    if no_warning or "feedback" in needs(cfg):
         return ""
     if earned > 0:
         return (
@@ -113,15 +116,15 @@ def no_reward(records: list[Record], cfg: Config) -> str:
         )
     text = f"no rollout has earned a reward in all {len(updates)} updates so far"
     num_rollouts = cfg.num_prompts * cfg.group_size
-    for metric, what in (
+    for metric, meaning in (
         ("info/agent_error", "of the agents ended with an error"),
         ("info/invalid", "of the answers could not be read"),
         ("length/hit_token_limit", "of completions end at --max-tokens"),
     ):
-        # a flag that only those report for which it is true is the mean of 1, 1, ..
+        # a flag that only some rollouts report is a mean over these: take it over all rollouts
         count = records[-1].get(metric.replace("info", "reported"), num_rollouts)
         fraction = finite(records[-1], metric) * min(1.0, count / num_rollouts)
-        text += f"; {fraction:.0%} {what}" if fraction > 0.5 else ""
+        text += f"; {fraction:.0%} {meaning}" if fraction > 0.5 else ""
     if cfg.model_id == "tiny" and not {*map(str, cfg.env)} <= {*KNOWN}:
         text += f"; tiny knows --env {' '.join(KNOWN)} and nothing else: --model-id smollm2"
     return (
@@ -133,8 +136,8 @@ def no_reward(records: list[Record], cfg: Config) -> str:
 
 
 def _has_dead_groups(r: Numbers, cfg: Config) -> bool:
-    """Whether returns differ in too few of the groups that are not all right: the others have no
-    gradient. (Counted as if no solved group had: where some have, dead ones go unnoticed.)"""
+    """Whether returns differ in too few of the groups that are not all right. A group that is all
+    right and has returns that differ counts as one of these, so some dead groups go unnoticed."""
     unsolved = 1 - r["groups/all_right"]
     differing = 1 - r["groups/zero_std_fraction"]
     return by_group(cfg) and unsolved > MAX_UNSOLVED and differing <= unsolved / 4

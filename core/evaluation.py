@@ -39,8 +39,8 @@ def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Accuracy and mean return over tasks with their 95% intervals, and length, by environment and
     seat, from one greedy rollout of each task.
 
-    The interval of the return is NaN if the returns show no spread (a single task, or all equal):
-    then nothing is known about how far off their mean is.
+    The interval of the return is NaN if the returns have no spread (a single task, or all equal),
+    as the error of their mean is unknown then.
     """
     counted, metrics = played(rollouts), dict[str, float]()
     tasks = distinct_tasks(counted)
@@ -64,8 +64,8 @@ def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         }
         for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
             if any(key in r.info for r in episodes):
-                has = task_means(tasks, episodes, (bool(r.info.get(key)) for r in episodes))
-                metrics[f"eval/{seat}/{name}"] = statistics.fmean(has.values())
+                means = task_means(tasks, episodes, (bool(r.info.get(key)) for r in episodes))
+                metrics[f"eval/{seat}/{name}"] = statistics.fmean(means.values())
     failed = [*filter(has_failed, rollouts)]
     for env in dict.fromkeys(rollout.env for rollout in failed):
         metrics[f"eval/{env}/failed"] = num_episodes([r for r in failed if r.env == env])
@@ -79,8 +79,8 @@ def comparisons(
     num_tasks: int,
     play_trivial: Callable[[list[Task]], list[Rollout]],
 ) -> dict[str, float]:
-    """What an evaluation says beside the first one, which `progress` keeps, beside training and
-    beside the trivial baseline.
+    """Metrics that compare an evaluation with the first one, with training and with the trivial
+    baseline; `progress` stores the first one.
 
     By environment: how many of the `num_tasks` tasks there are and were played, the fraction of
     answers that are those of the first evaluation, the accuracy of the trivial baseline where there
@@ -92,35 +92,36 @@ def comparisons(
     distinct = distinct_tasks(counted)
     trivial, openings = progress.setdefault("trivial", {}), progress.setdefault("openings_seen", {})
     for env, spec in {task.env.short: task.env for task in tasks}.items():
-        own = [rollout for rollout in rollouts if rollout.env == env]
-        if all(r.agent == PLAYER for r in own):  # others may end an episode before it acts
+        of_env = [rollout for rollout in rollouts if rollout.env == env]
+        if all(r.agent == PLAYER for r in of_env):  # other agents may end it before the policy acts
             results[f"eval/{env}/asked"] = min(num_tasks, rewarded.num_held_out(spec))
-            results[f"eval/{env}/played"] = len({r.seed for r in own})
-        if not (own := played(own)):
+            results[f"eval/{env}/played"] = len({r.seed for r in of_env})
+        of_env = played(of_env)
+        if not of_env:
             continue
-        keys = {id(r): key_of(r, is_program(spec)) for r in own}
-        answers = {keys[id(r)]: hash(tuple(tuple(t.completion_ids) for t in r.turns))
-                   for r in own if not r.error}  # fmt: skip
-        before = progress.setdefault("first_answers", {}).setdefault(env, answers)
-        if before is not answers and (both := before.keys() & answers.keys()):
-            same = statistics.fmean(before[key] == answers[key] for key in both)
+        keys = {id(r): key_of(r, is_program(spec)) for r in of_env}
+        answers = {keys[id(r)]: answer_hash(r) for r in of_env if not r.error}
+        first_answers = progress.setdefault("first_answers", {}).setdefault(env, answers)
+        common = first_answers.keys() & answers.keys()
+        if first_answers is not answers and common:
+            same = statistics.fmean(first_answers[key] == answers[key] for key in common)
             results[f"eval/{env}/same_answers"] = same
-        now = {keys[id(r)]: is_correct(r) for r in own}
-        first = progress.setdefault("first_correct", {}).setdefault(env, now)
-        for seat, episodes in by_seat(own).items():
-            begun = [openings[key] for r in episodes if (key := opening_key(r)) in openings]
-            if begun:
-                results[f"eval/{seat}/seen"] = statistics.fmean(begun)
+        correct = {keys[id(r)]: is_correct(r) for r in of_env}
+        first = progress.setdefault("first_correct", {}).setdefault(env, correct)
+        for seat, episodes in by_seat(of_env).items():
+            trained_on = [openings[key] for key in map(opening_key, episodes) if key in openings]
+            if trained_on:
+                results[f"eval/{seat}/seen"] = statistics.fmean(trained_on)
             again = [r for r in episodes if keys[id(r)] in first]
-            solved = task_means(distinct, again, (float(first[keys[id(r)]]) for r in again))
-            solved_now = task_means(distinct, again, map(is_correct, again))
-            changes = [solved_now[task] - solved[task] for task in solved]
+            before = task_means(distinct, again, (float(first[keys[id(r)]]) for r in again))
+            after = task_means(distinct, again, map(is_correct, again))
+            changes = [after[task] - before[task] for task in before]
             if again:
                 lost, won = sum(c < 0 for c in changes), sum(c > 0 for c in changes)
                 results[f"eval/{seat}/p_value"] = mcnemar(lost, won)
         if env not in trivial:
-            mine = [t for t in tasks if t.env.short == env and (env, t.seed) in distinct]
-            trivial[env] = trivial_accuracy(mine, distinct, play_trivial)
+            env_tasks = [t for t in tasks if t.env.short == env and (env, t.seed) in distinct]
+            trivial[env] = trivial_accuracy(env_tasks, distinct, play_trivial)
         if trivial[env] is not None:
             results[f"eval/{env}/trivial"] = trivial[env]
     for rollout in rollouts:
@@ -129,14 +130,14 @@ def comparisons(
 
 
 def note_trained(progress: dict[str, Any], rollouts: list[Rollout]) -> None:
-    """Keeps in `progress` which first prompts of the held-out tasks were those of training, too."""
+    """Marks in `progress` the first prompts of held-out tasks that training rollouts have, too."""
     openings = progress.get("openings_seen", {})
-    begun = {opening_key(rollout) for rollout in rollouts if rollout.turns}
-    openings.update(dict.fromkeys(begun & openings.keys(), True))
+    trained_on = {opening_key(rollout) for rollout in rollouts if rollout.turns}
+    openings.update(dict.fromkeys(trained_on & openings.keys(), True))
 
 
 def lines_about(results: dict[str, float], update: int) -> list[str]:
-    """What the metrics say, as text: of each environment, and with several agents of each agent."""
+    """The accuracy as a line of text for each environment, and, of several, for each agent."""
     lines = []
     for seat in evaluated(results):
         line = f"held-out accuracy at update {update}: {accuracy_of(seat, results)}  {seat}"
@@ -175,15 +176,15 @@ def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
 
 def by_seat(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
     """Rollouts by seat: each environment, and with several agents also each env/agent."""
-    found: dict[str, list[Rollout]] = defaultdict(list)
+    seats: dict[str, list[Rollout]] = defaultdict(list)
     agents: dict[str, set[str]] = defaultdict(set)
-    for r in rollouts:
-        agents[r.env].add(r.agent)
-    for r in rollouts:
-        found[r.env].append(r)
-        if len(agents[r.env]) > 1:
-            found[f"{r.env}/{r.agent}"].append(r)
-    return found
+    for rollout in rollouts:
+        agents[rollout.env].add(rollout.agent)
+    for rollout in rollouts:
+        seats[rollout.env].append(rollout)
+        if len(agents[rollout.env]) > 1:
+            seats[f"{rollout.env}/{rollout.agent}"].append(rollout)
+    return seats
 
 
 def task_means(
@@ -197,14 +198,17 @@ def task_means(
 
 
 def opening_key(rollout: Rollout) -> str:
-    """Names the first prompt of an episode, also in JSON."""
+    """A name of the first prompt of an episode, for use as a key in JSON."""
     return str(hash(opening_of(rollout)))
 
 
+def answer_hash(rollout: Rollout) -> int:
+    return hash(tuple(tuple(turn.completion_ids) for turn in rollout.turns))
+
+
 def key_of(rollout: Rollout, shows_time: bool) -> str:
-    """Names the task and the agent of a rollout. If data has changed, a task begins with other
-    messages, and is another one; but in games other agents have a part in how an episode begins,
-    and programs may show the time."""
+    """A name of the task and the agent of a rollout. It has a checksum of the first messages, as
+    data may change; but not in games, where other agents may act first, nor where `shows_time`."""
     key = f"{rollout.seed} {rollout.agent}"
     if rollout.agent != PLAYER or shows_time:
         return key

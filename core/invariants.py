@@ -1,9 +1,9 @@
-"""An evening on metrics, 3 of 4. What every correct loop does, whatever the task, and where not.
+"""An evening on metrics, 3 of 4. Facts that hold for every correct loop, whatever the task.
 
 Most faults of reinforcement learning raise no error, and most break a fact of this file. A fact
-reads the records and the settings alone, so a resumed run names the same at the same update. It is
-a row, `Fact`, or a function where it looks further back; each has the words of its warning.
-core/probes.py measures what the loop does not need for itself.
+reads the records and the settings alone, so a resumed run raises the same warnings at the same
+updates. A fact is a row, `Fact`, or, where it looks further back, a function; each has the text of
+its warning. core/probes.py measures those metrics that the loop itself does not need.
 """
 
 import math
@@ -12,60 +12,61 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from core.config import Config, needs
-from core.results import Record, evaluated, finite, known
+from core.results import Record, evaluated, finite, finite_values
 
-TWICE = 2  # updates in a row, where one number might be chance
-MIN_UPDATES = 3  # where each has to be a clear sign
+TWICE = 2  # updates in a row, as one might be chance
+MIN_UPDATES = 3  # updates in a row, for metrics that vary more
 ROUNDING = 1e-6  # nats by which log-probs differ that are computed in other micro-batches
 MIN_LAG = 0.3  # updates that the sampler lacks, in two canaries
-Judge = Callable[[list[Record], Config], str]  # "", or what is wrong, and what to try
+Judge = Callable[[list[Record], Config], str]  # returns "", or a warning and what to try
 
 
 class Numbers:
-    """A record whose missing or infinite numbers are NaN, with which every comparison is false.
-    Those of the evaluation of `env` may lack "eval/<env>/"."""
+    """The metrics of a record. Missing and infinite ones are NaN, and comparisons with NaN false.
+    With `env`, its evaluation metrics have names without "eval/<env>/", too."""
 
     def __init__(self, record: Record, env: str = "") -> None:
-        self.record, self.start = record, f"eval/{env}/" if env else ""
+        self.record = record
+        self.prefix = f"eval/{env}/" if env else ""
 
     def __getitem__(self, name: str) -> Any:
-        text = self.record.get(name)
-        name = name if name in self.record else self.start + name
-        return text if isinstance(text, str) else finite(self.record, name)
+        if isinstance(self.record.get(name), str):
+            return self.record[name]
+        return finite(self.record, name if name in self.record else self.prefix + name)
 
 
 class Limit(NamedTuple):
-    """From `low` to `high` nothing is wrong, nor unless all of the last `updates` are beyond."""
+    """A metric is wrong if it was below `low` or above `high` in each of the last `updates`."""
 
-    metric: str  # */..: of each evaluation
+    metric: str  # */NAME: the metric NAME of each evaluated environment
     low: float = math.nan  # NaN: only the condition of the fact decides
     high: float = math.nan
     updates: int = TWICE
 
 
 class Fact(NamedTuple):
-    """A limit of a metric, where a condition holds, and the words of a warning."""
+    """A limit of a metric, the condition under which it has to hold, and the text of a warning."""
 
     name: str
     limit: Limit
-    says: str  # what is wrong; {x}: the metric of the last update, {r[name]}: another one
+    says: str  # the warning; {x}: the metric in the last record, r, {r[name]}: another metric there
     try_: str
-    when: Callable[[Numbers, Config], Any] = lambda r, cfg: True  # where it has to hold
+    when: Callable[[Numbers, Config], Any] = lambda r, cfg: True  # the condition, for a record r
 
     def broken(self, records: list[Record], cfg: Config) -> str:
-        """What is wrong at the last record, and what to try; or ""."""
+        """The warning at the last record, with what to try; "" if the fact holds."""
         limit, metric = self.limit, self.limit.metric.removeprefix("*/")
+
+        def is_beyond(r: Numbers) -> bool:
+            within = limit.low <= r[metric] <= limit.high or math.isnan(r[metric])
+            return not within and bool(self.when(r, cfg))
+
         for env in evaluated(records[-1], metric) if metric != limit.metric else [""]:
             last = [Numbers(record, env) for record in records[-limit.updates :]]
-            off = [not (limit.low <= r[metric] <= limit.high or math.isnan(r[metric]))
-                   and self.when(r, cfg) for r in last]  # fmt: skip
-            if len(last) == limit.updates and all(off):
+            if len(last) == limit.updates and all(map(is_beyond, last)):
                 text = self.says.format(x=last[-1][metric], r=last[-1])
                 return f"{text} ({limit.metric.replace('*', f'eval/{env}')}); try {self.try_}"
         return ""
-
-
-# where facts have to hold
 
 
 def by_group(cfg: Config) -> bool:
@@ -74,7 +75,7 @@ def by_group(cfg: Config) -> bool:
 
 
 def is_no_rounding(value: float, limit: float, cfg: Config) -> bool:
-    """Whether a difference is beyond the `limit` that 16 bits have."""
+    """Whether rounding cannot explain a value: in 16 bits one above `limit`, in float32 any."""
     return value > limit or cfg.dtype == "float32"
 
 
@@ -101,7 +102,7 @@ def is_odd_step(r: Numbers, cfg: Config) -> bool:
 
 
 def changes_a_part(r: Numbers, cfg: Config) -> bool:
-    """New adapters have B = 0, which gives A no gradient in update 1."""
+    """Whether steps have changed some tensors; not in update 1, as B = 0 gives A no gradient."""
     trains_values = bool(getattr(cfg.options, "value_coef", 1))
     return has_stepped(r, cfg) and r["update"] > 1 > r["update/unchanged"] and trains_values
 
@@ -118,7 +119,7 @@ def has_lost_tokens(r: Numbers, cfg: Config) -> bool:
 
 
 def follows_returns(r: Numbers, cfg: Config) -> bool:
-    """Whether an update goes after the returns of episodes, and further than rounding does."""
+    """Whether an update follows the returns alone, and moves log-probs by more than rounding."""
     other = cfg.gamma < 1 or "feedback" in needs(cfg) or cfg.kl_coef > 0.5
     return not other and r["update/moved"] > 2 * r["gap/logprob_mean"]
 
@@ -169,13 +170,13 @@ STEP = Fact(
 def draws_otherwise(records: list[Record], cfg: Config) -> str:
     """The mean of -log π over sampled tokens is the mean entropy of π, up to chance; the longer a
     run, the smaller a difference shows."""
-    z, off, gap = (
-        known(records, name) for name in ("gap/surprise_z", "gap/surprise", "gap/logprob_mean")
-    )
-    if len(z) < TWICE or cfg.filter_groups or cfg.staleness:
-        return ""  # chosen by what they earned, or drawn with older weights
-    errors, mean = abs(sum(z)) / math.sqrt(len(z)), statistics.fmean(off)
-    if not (errors > 4 and abs(mean) > max(0.01, 2 * statistics.fmean(gap))):
+    z_scores = finite_values(records, "gap/surprise_z")
+    if len(z_scores) < TWICE or cfg.filter_groups or cfg.staleness:
+        return ""  # the tokens are chosen by their returns, or drawn with older weights
+    errors = abs(sum(z_scores)) / math.sqrt(len(z_scores))
+    mean = statistics.fmean(finite_values(records, "gap/surprise"))
+    gap = statistics.fmean(finite_values(records, "gap/logprob_mean"))
+    if not (errors > 4 and abs(mean) > max(0.01, 2 * gap)):
         return ""
     return (
         f"the sampler does not draw from the π that both sides report: -log π of its tokens is"
@@ -239,8 +240,7 @@ ROWS = (
         "history_lost",
         Limit("groups/history_lost", 0, 0, 1),
         "{x:.0%} of the later prompts do not begin with the turn before them, prompt and answer",
-        "what makes the next prompt: a cut, a template that is applied again, answers that are"
-        " tokenized again",
+        "what makes the next prompt: a cut, a template applied again, answers tokenized again",
     ),
     Fact(
         "mixed_groups",
@@ -281,8 +281,7 @@ ROWS = (
         "advantages_uneven",
         Limit("groups/advantage_sum", 0, 1e-3),
         "a group's advantages add up to {x:.0%} of the sum of their sizes, not to 0",
-        "which rollouts the baseline is the mean of: those of one prompt, in the order of"
-        " the advantages",
+        "which rollouts the baseline is the mean of: those of one prompt, in the same order",
         when=lambda r, cfg: r["groups/advantage_sum"] < 1 - 1e-6 or not cfg.algo.endswith(".py"),
     ),  # of one sign: an own algorithm need not have a baseline
     Fact(
@@ -350,8 +349,7 @@ ROWS = (
     Fact(
         "rollouts_left_out",
         Limit("episodes/left_out", 0, 0),
-        "{x:.0f} rollouts are not trained on; they are {r[episodes/left_out_length]:.2g} times as"
-        " long as all",
+        "{x:.0f} rollouts are left out, {r[episodes/left_out_length]:.2g} times as long as all",
         "what chooses rollouts: a limit of tokens, a batch whose end is cut off",
         when=lambda r, cfg: not cfg.filter_groups,
     ),
@@ -411,10 +409,8 @@ ROWS = (
     Fact(
         "equal_answers",
         Limit("groups/equal_answers"),
-        "{x:.0f} pairs of answers of a group were equal, where {r[groups/likely_equal]:.0f} are"
-        " likely",
-        "the seeds of the sampler: one for each rollout, not one for a group, a worker or an"
-        " update",
+        "{x:.0f} pairs of answers of a group were equal, {r[groups/likely_equal]:.0f} are likely",
+        "the seeds of the sampler: one for each rollout, not for a group, a worker or an update",
         when=is_no_chance,
     ),
     Fact(
@@ -427,5 +423,6 @@ ROWS = (
     ),
 )
 FACTS: tuple[tuple[str, Judge], ...] = (
-    ("draws_otherwise", draws_otherwise), *((row.name, row.broken) for row in ROWS)
-)  # fmt: skip
+    ("draws_otherwise", draws_otherwise),
+    *((row.name, row.broken) for row in ROWS),
+)

@@ -1,7 +1,7 @@
-"""An evening on metrics, 1 of 4. What an update is measured by.
+"""An evening on metrics, 1 of 4. The metrics of an update.
 
-`UpdateStats` measures the gradient steps, `rollout_metrics` what was sampled; core/evaluation.py an
-evaluation. core/README.md says what each name means.
+`UpdateStats` measures the gradient steps, `rollout_metrics` the rollouts; core/evaluation.py
+measures an evaluation. core/README.md says what each name means.
 """
 
 import math
@@ -28,9 +28,9 @@ class UpdateStats:
     """The metrics of the gradient steps of one update.
 
     `loss` and `loss_weight` are of the last minibatch, `grad_norm` of the last one that
-    --ppo.target-kl let pass. What else the algorithm's loss reports is a mean over the tokens in
-    the loss, and OF_ALL_TOKENS are means over all sampled tokens, of the last epoch, however its
-    steps were cut into micro-batches; gap/* and tokens/trained are of the whole update.
+    --ppo.target-kl let pass. gap/* and tokens/trained are of the whole update. All other metrics
+    are means over the last epoch: those of OF_ALL_TOKENS over its sampled tokens, the rest, which
+    the algorithm's loss reports, over its tokens in the loss.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -40,22 +40,23 @@ class UpdateStats:
         self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
         self.loss = self.loss_weight = self.approx_kl = 0.0
         self.grad_norm: float | None = None  # None: no gradient step was attempted
-        # for report.html: of each micro-batch its step, and what its n tokens had, [5, n]
-        self.seen: list[tuple[int, Tensor]] = []
-        self.pushes: list[float] = []  # of each step: the sum of |d loss / d log π|
+        # for report.html, of each micro-batch: its step, and vectors of its n tokens, [5, n]
+        self.traces: list[tuple[int, Tensor]] = []
+        self.pushes: list[float] = []  # for each step: the sum of |d loss / d log π|
         self.num_steps = 0
         # before the first step: the sum over tokens of -log π minus the entropy, which is 0 on
-        # average, and of its variance, and the number of these tokens
+        # average; the sum of the variances of -log π; the number of tokens
         self.surprise = (0.0, 0.0, 0.0)
 
     @torch.no_grad()
     def add(self, tokens: Tokens, loss: Tensor, sums: dict[str, float]) -> None:
         """Adds one micro-batch; `sums` by the metric's name."""
-        ratio, cap = tokens.sampler_ratio, self.cfg.tis_cap or math.inf  # 0: no importance weights
+        ratio = tokens.sampler_ratio
+        cap = self.cfg.tis_cap or math.inf  # 0: no importance weights
         beyond = ratio > cap
         if self.cfg.tis_mode == "mask":
             beyond |= ratio < 1 / cap
-        of_all = {
+        loop_sums = {
             "weights/mean": ratio.sum().item(),  # before the cap
             "weights/capped": beyond.sum().item(),
             "loss": loss.item(),
@@ -67,19 +68,18 @@ class UpdateStats:
         if "ref_logprobs" in tokens:
             policy_ratio = (tokens.logprobs - tokens.old_logprobs).exp()
             kl = weighted_kl(tokens.logprobs, policy_ratio, tokens.ref_logprobs, "k3")
-            of_all["kl/reference"] = kl.sum().item()
+            loop_sums["kl/reference"] = kl.sum().item()
         if "varentropy" in tokens:
-            of_all["surprise"] = -(tokens.logprobs + tokens.entropy).sum().item()
-            of_all["varentropy"] = tokens.varentropy.sum().item()
+            loop_sums["surprise"] = -(tokens.logprobs + tokens.entropy).sum().item()
+            loop_sums["varentropy"] = tokens.varentropy.sum().item()
         gradient = tokens.logprobs.grad
         if gradient is None:  # no token of the micro-batch has one
             gradient = torch.zeros_like(tokens.logprobs)
-        of_all["push"] = gradient.abs().sum().item()
+        loop_sums["push"] = gradient.abs().sum().item()
         weights = [tokens.token_weights, tokens.importance_weights]
-        numbers = [tokens.number, tokens.logprobs, *weights, gradient]
-        seen = torch.stack([x.cpu().double() for x in numbers])
-        self.seen.append((len(self.pushes), seen))
-        _add({name: float(value) for name, value in sums.items()} | of_all, to=self.step_sums)
+        vectors = [tokens.number, tokens.logprobs, *weights, gradient]
+        self.traces.append((len(self.pushes), torch.stack([x.cpu().double() for x in vectors])))
+        _add({name: float(value) for name, value in sums.items()} | loop_sums, to=self.step_sums)
 
     def end_minibatch(self, epoch: int) -> None:
         """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""
@@ -133,13 +133,13 @@ def _add(sums: dict[str, float], to: dict[str, float]) -> None:
 def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     """Rewards, groups and lengths of the rollouts of one update (core/README.md has every name).
 
-    Rollouts without a reward count in "episodes/failed", "episodes/no_reward" and "tokens/sampled"
-    only.
+    Rollouts without a reward count only in "tokens/sampled", episodes/failed and .../no_reward.
     """
     rollouts = [rollout for rollout in sampled if not rollout.error]
-    if not rollouts:  # others ended each episode before the policy acted (all failed: run ends)
+    if not rollouts:  # other agents ended each episode before the policy acted
         return {"tokens/sampled": 0}
-    played, failed = num_episodes(rollouts), num_episodes([*filter(has_failed, sampled)])
+    played = num_episodes(rollouts)
+    failed = num_episodes([*filter(has_failed, sampled)])
     unjudged = num_episodes([rollout for rollout in sampled if rollout.no_reward])
     returns = torch.tensor([r.episode_return for r in rollouts])
     turns = [turn for r in rollouts for turn in r.turns]
@@ -148,8 +148,8 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
     alive = groups_with_spread(cfg, rollouts)
-    # what another agent does before the first turn may differ within a group
-    alone = {rollout.agent for rollout in rollouts} == {PLAYER}
+    # openings may differ within a group where another agent acts before the first turn
+    one_agent = {rollout.agent for rollout in rollouts} == {PLAYER}
     openings = [set(map(opening_of, group)) for group in groups.values()]
     correct = [[*map(is_correct, group)] for group in groups.values()]
     return {
@@ -159,7 +159,7 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         "reward/max": returns.max().item(),
         "reward/correct": statistics.fmean(map(is_correct, rollouts)),
         "groups/zero_std_fraction": (len(groups) - len(alive)) / len(groups),
-        **({"groups/openings": statistics.fmean(map(len, openings))} if alone else {}),
+        **({"groups/openings": statistics.fmean(map(len, openings))} if one_agent else {}),
         "groups/all_right": statistics.fmean(map(all, correct)),
         "groups/all_wrong": statistics.fmean(not any(group) for group in correct),
         "length/mean": statistics.fmean(lengths),
@@ -186,13 +186,15 @@ def is_correct(rollout: Rollout) -> bool:
 def explained_variance(targets: Tensor, values: Tensor) -> float:
     """1 - Var(targets - values) / Var(targets): 1 for perfect values, 0 for a constant, below 0 for
     worse ones; 0 if all targets are equal."""
-    errors = targets.double() - values.double()
-    unexplained, spread = (minus(x, x.mean()).square().sum() for x in (errors, targets.double()))
+    targets = targets.double()
+    errors = targets - values.double()
+    unexplained = minus(errors, errors.mean()).square().sum()
+    spread = minus(targets, targets.mean()).square().sum()
     return 1 - (unexplained / spread).item() if spread else 0.0
 
 
 def _info_means(rollouts: list[Rollout]) -> dict[str, float]:
-    """info/<key>: means of what environments report; reported/<key>: how many, if not all, do."""
+    """info/<key>: the mean of a value; reported/<key>: how many rollouts report it, if not all."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for key, value in rollout.info.items():

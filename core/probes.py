@@ -1,14 +1,7 @@
-"""An evening on metrics, 2 of 4. What the facts of core/invariants.py are checked by.
+"""An evening on metrics, 2 of 4. Measures what the facts of core/invariants.py need.
 
-    WeightProbe         what an update did to the weights, and whether each pass is in the gradient
-    of_rollouts         what an update's rollouts show of prompts, answers, rewards and advantages
-    of_episodes         whether rewards, prompts and rollouts went where they should
-    of_greedy           whether the answers of an evaluation are the trainer's likeliest
-    of_demonstrations   what the environment's own demonstrations earn
-    judged_again        whether the environment rewards the same answers as it did
-
-Each costs little: some elements of each weight, numbers that the update has anyway, and a few
-episodes without sampling. core/README.md says what each metric means.
+The probes cost little: they read some elements of each weight and numbers that the update has
+anyway, and play a few episodes without sampling. core/README.md says what each metric means.
 """
 
 import statistics
@@ -34,8 +27,9 @@ from core.pool import EnvCall, is_program
 from core.tasks import Task, demo_tasks, training_envs
 from core.types import Completion, Rollout
 from environments.base import PLAYER, Env
+from environments.plumbing.registry import EnvSpec
 
-ELEMENTS = 256  # of each weight that are looked at
+ELEMENTS = 256  # of each weight that are compared
 NUM_DEMONSTRATIONS = 8
 NUM_JUDGED = 16  # rollouts that are judged again
 NUM_GREEDY = 8  # answers of an evaluation that the trainer scores
@@ -44,9 +38,9 @@ SAME_REWARD = 1e-6  # difference of two rewards that rounding explains
 
 
 class WeightProbe:
-    """Looks at some elements of each trained weight before and after an update.
+    """Compares some elements of each trained weight before and after an update.
 
-    Below float32 it looks at the masters, as a step may be too small for the weight. It also adds
+    Below float32 it compares the masters, as a step may be too small for the weight. It also adds
     up the gradients that backward passes give one weight: AdamW should step on their sum.
     """
 
@@ -63,7 +57,7 @@ class WeightProbe:
         weight.register_hook(self._add)
 
     def begin(self, optimizer: MasterAdamW) -> None:
-        """Looks at the weights before an update; a warm start has had an optimizer of its own."""
+        """Copies the elements before an update; a warm start has had an optimizer of its own."""
         if optimizer is not self.optimizer:
             self.optimizer = optimizer
             masters = {id(weight): master for weight, master in optimizer.pairs}
@@ -76,40 +70,41 @@ class WeightProbe:
     def metrics(
         self, cfg: Config, grad_norm: float | None, lr: float, steps: int
     ) -> dict[str, Any]:
-        """What the update did. `grad_norm`: the norm of the last step's gradient before it was
+        """Metrics of the update. `grad_norm`: the norm of the last step's gradient before it was
         clipped, None without a step; `lr`: the learning rate that the settings ask for; `steps`:
         those of the run so far."""
         assert self.optimizer is not None
-        both = zip(self.weights, self.before, elements(self.holders.values()), strict=True)
-        sizes = {name: (b - a).double().square().mean().sqrt().item() for name, a, b in both}
-        still = [name for name, size in sizes.items() if size == 0]
-        found: dict[str, Any] = {"update/unchanged": len(still) / len(sizes)}
-        if 0 < len(still) < len(sizes):
-            found["example/unchanged"] = still[0]
+        adamw = self.optimizer.adamw
+        pairs = zip(self.weights, self.before, elements(self.holders.values()), strict=True)
+        sizes = {name: (b - a).double().square().mean().sqrt().item() for name, a, b in pairs}
+        unchanged = [name for name, size in sizes.items() if size == 0]
+        metrics: dict[str, Any] = {"update/unchanged": len(unchanged) / len(sizes)}
+        if 0 < len(unchanged) < len(sizes):
+            metrics["example/unchanged"] = unchanged[0]
         moved = [size for name, size in sizes.items() if size and "value_head" not in name]
         if moved and cfg.lr:
-            found["update/step_size"] = statistics.median(moved) / cfg.lr
+            metrics["update/step_size"] = statistics.median(moved) / cfg.lr
         if lr:
-            found["update/lr_ratio"] = self.optimizer.adamw.param_groups[0]["lr"] / lr
-        firsts = [group["params"][0] for group in self.optimizer.adamw.param_groups]
-        counted = max(float(self.optimizer.adamw.state[p]["step"]) for p in firsts)
-        found["update/steps_lost"] = steps - counted
-        low = [name for name, weight in self.weights.items() if weight.dtype.itemsize == 2]
-        if low:
-            weights, masters = (elements(x[n] for n in low) for x in (self.weights, self.holders))
-            rounded = [m.to(self.weights[low[0]].dtype).float() for m in masters]
-            for name, others in (("masters_apart", masters), ("masters_unequal", rounded)):
-                unequal = ((w != x).double().mean() for w, x in zip(weights, others, strict=True))
-                found[f"update/{name}"] = statistics.fmean(map(float, unequal))
+            metrics["update/lr_ratio"] = adamw.param_groups[0]["lr"] / lr
+        first_weights = [group["params"][0] for group in adamw.param_groups]
+        counted = max(float(adamw.state[weight]["step"]) for weight in first_weights)
+        metrics["update/steps_lost"] = steps - counted
+        names = [name for name, weight in self.weights.items() if weight.dtype.itemsize == 2]
+        if names:
+            weights = elements(self.weights[name] for name in names)
+            masters = elements(self.holders[name] for name in names)
+            rounded = [master.to(self.weights[names[0]].dtype).float() for master in masters]
+            metrics["update/masters_apart"] = fraction_unequal(weights, masters)
+            metrics["update/masters_unequal"] = fraction_unequal(weights, rounded)
         if self.of_step and grad_norm:
             distributed.all_reduce_sum([self.of_step[0]])
             passes, gradient = (x.cpu().double() for x in self.of_step)
             if passes.any():
                 clip = min(1.0, (cfg.max_grad_norm or torch.inf) / (grad_norm + 1e-6))
-                found["grad/passes"] = (gradient @ passes / (passes @ passes)).item() / clip
+                metrics["grad/passes"] = (gradient @ passes / (passes @ passes)).item() / clip
         elif not grad_norm and self.passes.any():
-            found["grad/passes"] = 0.0  # the weight has a gradient, and AdamW none
-        return found
+            metrics["grad/passes"] = 0.0  # the weight has a gradient, and AdamW none
+        return metrics
 
     def _add(self, gradient: Tensor) -> None:
         self.passes += gradient.detach().flatten()
@@ -130,70 +125,85 @@ def elements(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [*torch.cat(some).cpu().clone().split([*map(len, some)])]  # one transfer from a GPU
 
 
+def fraction_unequal(a: list[Tensor], b: list[Tensor]) -> float:
+    """The mean over pairs of tensors of the fraction of their elements that differ."""
+    return statistics.fmean((x != y).double().mean().item() for x, y in zip(a, b, strict=True))
+
+
 def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
-    """What the rollouts that were trained on show, after the gradient steps."""
-    rollouts, found = batch.rollouts, dict[str, Any]()
+    """Metrics of an update's prompts, answers, advantages and values, after the gradient steps."""
+    rollouts = batch.rollouts
+    metrics: dict[str, Any] = {}
     if not rollouts:
-        return found
-    groups: dict[int, list[int]] = defaultdict(list)
-    for r, rollout in enumerate(rollouts):
-        groups[rollout.group_id].append(r)
-    alike = [rows for rows in groups.values() if len({opening_of(rollouts[r]) for r in rows}) == 1]
-    last = torch.bincount(batch.rollout, minlength=len(rollouts)).cumsum(0) - 1  # [B], its token
+        return metrics
+    groups: dict[int, list[int]] = defaultdict(list)  # group -> rows, places in `rollouts`
+    for row, rollout in enumerate(rollouts):
+        groups[rollout.group_id].append(row)
+    openings = [*map(opening_of, rollouts)]
+    alike = [rows for rows in groups.values() if len({openings[row] for row in rows}) == 1]
+    last = torch.bincount(batch.rollout, minlength=len(rollouts)).cumsum(0) - 1  # [B]: last tokens
     if not any(map(is_program, cfg.env)):
-        stopped = [t for r in rollouts for t in r.turns if t.finish_reason == "stop"]
-        if stopped and not cfg.stop:
-            no_end = [not {*t.completion_ids[-1:]} & {*policy.stop_ids} for t in stopped]
-            found["length/no_end"] = statistics.fmean(no_end)
-        found |= _prompts(cfg, policy, [rollouts[rows[0]] for rows in groups.values()])
-        found |= {} if cfg.filter_groups else _equal_answers(batch, alike)
+        turns = [turn for rollout in rollouts for turn in rollout.turns]
+        ends = [turn.completion_ids[-1:] for turn in turns if turn.finish_reason == "stop"]
+        if ends and not cfg.stop:
+            no_end = [not {*end} & {*policy.stop_ids} for end in ends]
+            metrics["length/no_end"] = statistics.fmean(no_end)
+        metrics |= _prompts(cfg, policy, [rollouts[rows[0]] for rows in groups.values()])
+        if not cfg.filter_groups:
+            metrics |= _equal_answers(batch, alike)
     if "groups" in needs(cfg) and cfg.credit == "episode":
-        of_rollouts = batch.advantages[last].double()
+        advantages = batch.advantages[last].double()
         ids = torch.tensor([rollout.group_id for rollout in rollouts])
-        sizes = sums(of_rollouts.abs(), ids).clamp(min=1e-9)
-        found["groups/advantage_sum"] = (sums(of_rollouts, ids).abs() / sizes).max().item()
+        sizes = sums(advantages.abs(), ids).clamp(min=1e-9)
+        metrics["groups/advantage_sum"] = (sums(advantages, ids).abs() / sizes).max().item()
     if "old_values" in batch and alike:
         values = batch.old_values[torch.cat([last.new_zeros(1), last[:-1] + 1])]  # first tokens
-        found["value/spread"] = max((values[r].max() - values[r].min()).item() for r in alike)
+        spreads = [values[rows].max() - values[rows].min() for rows in alike]
+        metrics["value/spread"] = max(spreads).item()
     if "value_targets" in batch:  # at the end of a rollout nothing but its own reward follows
-        off = (batch.value_targets[last] - batch.rewards[last]).abs()
-        found["value/target_ends"] = (off / (1 + batch.rewards[last].abs())).max().item()
-    return found
+        errors = (batch.value_targets[last] - batch.rewards[last]).abs()
+        metrics["value/target_ends"] = (errors / (1 + batch.rewards[last].abs())).max().item()
+    return metrics
 
 
 def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[str, Any]:
-    """Whether the turns of an update's rollouts have the rewards that their steps gave, and begin
-    with the turn before; whether `correct` is the fraction of right ones; which are not trained on.
+    """Metrics of faults: turns without the reward of their steps, prompts without the turn before
+    them, a wrong fraction `correct` of right rollouts, rollouts that are not trained on.
     """
-    usable, trained = [r for r in sampled if not r.error], {*map(id, batch.rollouts)}
+    usable = [rollout for rollout in sampled if not rollout.error]
+    trained = {*map(id, batch.rollouts)}
     if not usable:
         return {}
-    right = sum(bool(r.info.get("correct")) for r in usable) / len(usable)
-    found = {"reward/miscounted": abs(right - correct)}
-    if out := [r.num_tokens for r in usable if id(r) not in trained]:
-        found["episodes/left_out"] = len(out)
-        mean = statistics.fmean(r.num_tokens for r in usable)
-        found["episodes/left_out_length"] = statistics.fmean(out) / mean
-    other, lost = list[bool](), list[bool]()
-    for r in usable:
-        if r.agent != PLAYER or len(r.steps) < len(r.turns):  # others act, too; or a program does
+    right = sum(bool(rollout.info.get("correct")) for rollout in usable) / len(usable)
+    metrics = {"reward/miscounted": abs(right - correct)}
+    left_out = [rollout.num_tokens for rollout in usable if id(rollout) not in trained]
+    if left_out:
+        metrics["episodes/left_out"] = len(left_out)
+        mean = statistics.fmean(rollout.num_tokens for rollout in usable)
+        metrics["episodes/left_out_length"] = statistics.fmean(left_out) / mean
+    misplaced, history_lost = list[bool](), list[bool]()
+    for rollout in usable:
+        turns, steps = rollout.turns, rollout.steps
+        if rollout.agent != PLAYER or len(steps) < len(turns):  # other agents act, or a program
             continue
-        for k, turn in enumerate(r.turns):  # after the last turn an episode that is cut has a step
-            last = len(r.steps) if turn is r.turns[-1] else k + 1
-            given = sum(reward for reward, _ in r.steps[k:last])
-            other.append(abs(turn.reward - given) > SAME_REWARD)
-            if k and not r.steps[k - 1][1]:
-                before = r.turns[k - 1].prompt_ids + r.turns[k - 1].completion_ids
-                lost.append(turn.prompt_ids[: len(before)] != before)
-    for name, column in (("reward/misplaced", other), ("groups/history_lost", lost)):
-        found |= {name: statistics.fmean(column)} if column else {}
-    return found
+        for k, turn in enumerate(turns):  # an episode that is cut has a step after its last turn
+            end = len(steps) if turn is turns[-1] else k + 1
+            reward = sum(reward for reward, _ in steps[k:end])
+            misplaced.append(abs(turn.reward - reward) > SAME_REWARD)
+            if k and not steps[k - 1][1]:
+                before = turns[k - 1].prompt_ids + turns[k - 1].completion_ids
+                history_lost.append(turn.prompt_ids[: len(before)] != before)
+    if misplaced:
+        metrics["reward/misplaced"] = statistics.fmean(misplaced)
+    if history_lost:
+        metrics["groups/history_lost"] = statistics.fmean(history_lost)
+    return metrics
 
 
 @torch.no_grad()
 def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
-    """The fraction of the tokens of NUM_GREEDY greedy answers that the trainer finds another token
-    likelier than, by more than rounding."""
+    """The fraction of the tokens of NUM_GREEDY greedy answers in whose place the trainer gives
+    another token a higher log-prob, by more than rounding."""
     batch = to_tokens([r for r in rollouts if r.turns][:NUM_GREEDY])
     rounding = 0.5 if policy.dtype.itemsize < 4 or policy.quantized else 0.05
     behind = 0
@@ -207,49 +217,51 @@ def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
 
 def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, Any]:
     """Whether first prompts are what the chat template makes of their messages."""
-    pairs = [pair for r in rollouts[:NUM_PROMPTS] if (pair := _texts(cfg, policy, r))]
-    wrong = [(shown, wanted) for shown, wanted in pairs if shown != wanted]
-    found: dict[str, Any] = {"groups/prompts_differ": len(wrong) / len(pairs)} if pairs else {}
-    for pair in wrong[:1]:
-        at = next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), 0)
-        start = max(0, at - 20)
-        shown, wanted = (text[start : start + 60] for text in pair)
-        found["example/prompt"] = f"{shown!r} for {wanted!r}"
-    return found
+    texts = [_texts(cfg, policy, rollout) for rollout in rollouts[:NUM_PROMPTS]]
+    pairs = [pair for pair in texts if pair]
+    wrong = [(prompt, expected) for prompt, expected in pairs if prompt != expected]
+    if not wrong:
+        return {"groups/prompts_differ": 0.0} if pairs else {}
+    prompt, expected = wrong[0]
+    characters = enumerate(zip(prompt, expected, strict=False))
+    start = max(0, next((i for i, (a, b) in characters if a != b), 0) - 20)
+    example = f"{prompt[start : start + 60]!r} for {expected[start : start + 60]!r}"
+    return {"groups/prompts_differ": len(wrong) / len(pairs), "example/prompt": example}
 
 
 def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> tuple[str, str] | None:
-    """The text of a first prompt's ids, and what the chat template makes of the messages; None
-    where an answer begins with a text that the environment gave, and where it has tools."""
+    """The text of a first prompt's ids, and the text that the chat template makes of the messages;
+    None where an answer begins with a prefill of the environment, and where there are tools."""
     tokenizer: Any = policy.tokenizer
-    if not (written := _written(rollout)) or "tools" in rollout.for_log:
+    places = _places_of_answers(rollout)
+    if not places or "tools" in rollout.for_log:
         return None
-    opening, answer = rollout.messages[: written[0]], rollout.messages[written[0]]["content"]
+    opening, answer = rollout.messages[: places[0]], rollout.messages[places[0]]["content"]
     turn = rollout.turns[0]
     sampled = tokenizer.decode(turn.completion_ids, skip_special_tokens=True).strip()
     if answer.strip() != sampled and answer.strip().endswith(sampled):
         return None
-    shown = tokenizer.decode(turn.prompt_ids)
+    prompt = tokenizer.decode(turn.prompt_ids)
     if opening[0]["role"] == RAW:
-        return shown[-len(opening[0]["content"]) :], opening[0]["content"]
+        return prompt[-len(opening[0]["content"]) :], opening[0]["content"]
     if cfg.system_prompt and cfg.system_prompt.strip() not in opening[0]["content"]:
-        return shown, cfg.system_prompt
+        return prompt, cfg.system_prompt
     try:
         text = render(tokenizer, opening)
     except UsageError:
         return None
-    return shown, tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+    return prompt, tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _written(rollout: Rollout) -> list[int]:
+def _places_of_answers(rollout: Rollout) -> list[int]:
     """Where the messages of the policy are; assistant messages before them are examples."""
-    said = [i for i, m in enumerate(rollout.messages) if m["role"] == "assistant"]
-    return said[max(0, len(said) - len(rollout.turns)) :]
+    places = [i for i, m in enumerate(rollout.messages) if m["role"] == "assistant"]
+    return places[max(0, len(places) - len(rollout.turns)) :]
 
 
 def _equal_answers(batch: Batch, alike: list[list[int]]) -> dict[str, float]:
-    """Pairs of equal first answers in the groups, and how many are likely: answer i has the
-    probability p_i, so that each of the G - 1 others equals it so often: Σ p_i (G - 1) / 2."""
+    """The number of pairs of equal first answers in the groups, and its expected value,
+    Σ p_i (G - 1) / 2: each of the other G - 1 answers equals answer i with its probability p_i."""
     first_turn = batch.env_turn == 0
     logprobs = sums(batch.old_logprobs.double() * first_turn, batch.rollout)  # [B]
     equal, likely = 0.0, 0.0
@@ -261,44 +273,46 @@ def _equal_answers(batch: Batch, alike: list[list[int]]) -> dict[str, float]:
 
 
 def last_answer(rollout: Rollout) -> str:
-    """The end of what the policy, or a demonstration, said last."""
-    said = [m["content"] for m in rollout.messages if m["role"] == "assistant"]
-    return said[-1][-100:] if said else ""
+    """The end of the last message of the assistant: the policy, or a demonstration."""
+    answers = [m["content"] for m in rollout.messages if m["role"] == "assistant"]
+    return answers[-1][-100:] if answers else ""
 
 
 def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:
-    """How many of the environment's own demonstrations are right, and a wrong one, as text."""
-    envs = [
-        env
-        for env in training_envs(cfg)
-        if isinstance(made := env.constructor, type)  # whose demonstrations cost nothing
-        and issubclass(made, Env)
-        and made.demonstrate != Env.demonstrate
-        and not any(map(env.declares, ("waits", "heavy", "luck")))
-    ]
+    """The fraction of right ones among environments' own demonstrations; a wrong one, as text."""
+    envs = [env for env in training_envs(cfg) if _demonstrates_at_once(env)]
     tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS * bool(envs), hasty=0.0)
     played = [r for r in collector.demonstrate(tasks) if not r.error and not r.episode_truncated]
     if not played:
         return {}
     wrong = [r for r in played if not r.info.get("correct", r.episode_return > 0)]
-    found: dict[str, Any] = {"demonstrations/right": 1 - len(wrong) / len(played)}
-    for r in wrong[:1]:
-        asked = r.messages[0]["content"][-200:]
-        found["example/demonstration"] = f"{last_answer(r)!r} to {asked!r}"
-    return found
+    metrics: dict[str, Any] = {"demonstrations/right": 1 - len(wrong) / len(played)}
+    if wrong:
+        question = wrong[0].messages[0]["content"][-200:]
+        metrics["example/demonstration"] = f"{last_answer(wrong[0])!r} to {question!r}"
+    return metrics
+
+
+def _demonstrates_at_once(env: EnvSpec) -> bool:
+    """Whether an environment has demonstrations, which cost nothing and do not depend on luck."""
+    constructor = env.constructor
+    if not isinstance(constructor, type) or not issubclass(constructor, Env):
+        return False
+    costs = any(map(env.declares, ("waits", "heavy", "luck")))
+    return constructor.demonstrate != Env.demonstrate and not costs
 
 
 def judged_again(
     cfg: Config, collector: RolloutCollector, sampled: list[Rollout]
 ) -> dict[str, Any]:
-    """The fraction of some episodes that earn something else when their answers are given again, in
-    the reverse order. Not of judges, which wait for a model or a server, nor where others act."""
+    """The fraction of some episodes that earn something else when the environment gets the same
+    answers again, in reverse order. Leaves out environments that wait, and several agents."""
     envs = training_envs(cfg)
     specs = {e.short: e for e in envs if not e.declares("waits") and not e.declares("heavy")}
-    alone = [r for r in sampled if not r.error and r.env in specs and r.agent == PLAYER]
-    chosen = [r for r in alone if "tools" not in r.for_log]
+    chosen = [r for r in sampled if not r.error and r.env in specs and r.agent == PLAYER]
+    chosen = [rollout for rollout in chosen if "tools" not in rollout.for_log]
     chosen = chosen[:: -(-len(chosen) // NUM_JUDGED) or 1][::-1]
-    answers = [zip(r.turns, _written(r), strict=False) for r in chosen]
+    answers = [zip(r.turns, _places_of_answers(r), strict=False) for r in chosen]
 
     def again(episode: Episode, agent: Agent) -> Wanted:
         def answer() -> Completion:
@@ -312,8 +326,9 @@ def judged_again(
     played = {r.group_id: r for r in collector.play(tasks, again) if not r.error}
     pairs = [(r, played[i]) for i, r in enumerate(chosen) if i in played]
     differ = [(a, b) for a, b in pairs if abs(a.episode_return - b.episode_return) > SAME_REWARD]
-    found: dict[str, Any] = {"reward/judged_otherwise": len(differ) / len(pairs)} if pairs else {}
-    for a, b in differ[:1]:
-        earned = f"{a.episode_return:.4g} and {b.episode_return:.4g}"
-        found["example/judged"] = f"{last_answer(a)!r} earned {earned}"
-    return found
+    metrics: dict[str, Any] = {"reward/judged_otherwise": len(differ) / len(pairs)} if pairs else {}
+    if differ:
+        first, second = differ[0]
+        earned = f"{first.episode_return:.4g} and {second.episode_return:.4g}"
+        metrics["example/judged"] = f"{last_answer(first)!r} earned {earned}"
+    return metrics

@@ -18,9 +18,10 @@ def finite(record: Record, name: str) -> float:
     return value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
 
 
-def known(records: Sequence[Record], name: str) -> list[float]:
+def finite_values(records: Sequence[Record], name: str) -> list[float]:
     """The finite values of a metric."""
-    return [value for r in records if not math.isnan(value := finite(r, name))]
+    values = [finite(record, name) for record in records]
+    return [value for value in values if not math.isnan(value)]
 
 
 def updates_of(records: Sequence[Record]) -> list[Record]:
@@ -36,12 +37,12 @@ def num_updates(records: Sequence[Record]) -> int:
 def minutes(records: Sequence[Record]) -> float:
     """Minutes spent in warm start, sampling, training and evaluation."""
     parts = ("rollout", "train", "eval", "sft")  # time/sync_s is a part of time/train_s
-    return sum(sum(known(records, f"time/{part}_s")) for part in parts) / 60
+    return sum(sum(finite_values(records, f"time/{part}_s")) for part in parts) / 60
 
 
 def sampled_tokens(records: Sequence[Record]) -> int:
     """The number of tokens sampled for training."""
-    return int(sum(known(records, "tokens/sampled")))
+    return int(sum(finite_values(records, "tokens/sampled")))
 
 
 def tokens_to_target(env: str, records: Sequence[Record]) -> int | None:
@@ -73,8 +74,8 @@ def logged_warnings(records: Sequence[Record]) -> list[tuple[str, list[int], str
 
 
 def reported(records: Sequence[Record]) -> list[str]:
-    """The info/* that all rollouts report; the mean of a flag that only those report for which it
-    is true is always 1.
+    """The names info/* that all rollouts report. Others may be flags that only those rollouts
+    report for which they are true: their mean is always 1.
 
     >>> reported([{"info/invalid": 1.0, "reported/invalid": 3, "info/right": 1.0}])
     ['info/right']
@@ -86,15 +87,14 @@ def reported(records: Sequence[Record]) -> list[str]:
 
 def evaluated(record: Record, metric: str = "accuracy") -> list[str]:
     """The environments (and seats, env/agent) whose evaluation has this metric."""
-    return [k[5 : -1 - len(metric)] for k in record
-            if k.startswith("eval/") and k.endswith(f"/{metric}")]  # fmt: skip
+    names = [name for name in record if name.startswith("eval/") and name.endswith(f"/{metric}")]
+    return [name[len("eval/") : -len(f"/{metric}")] for name in names]
 
 
 def before_after(records: Sequence[Record]) -> list[tuple[str, Record, Record]]:
     """For each environment evaluated: its name, and the first and last records that evaluate it.
 
-    What was evaluated before a file of the environment changed is not compared: then it is the
-    first since.
+    Evaluations before the last change of an environment's file do not count.
     """
     edits = [i for i, r in enumerate(records) if "changed_code" in (r.get("warnings") or {})]
     evaluations = [r for r in records[max(edits, default=0) :] if evaluated(r)]

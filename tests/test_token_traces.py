@@ -57,8 +57,8 @@ def test_the_last_step_that_was_taken_counts_and_the_largest_gradient_is_no_unit
     """Three tokens, of which the second step has two."""
     stats = UpdateStats(cfg := Config(algo="ppo", options=ppo.Options(target_kl=0.1)))
     rows = [[0, 1, 2], [-1.0] * 3, [0.5] * 3, [1.0] * 3, [-3.0, 1.0, 0.0]]  # loss scale included
-    stats.seen = [(0, torch.tensor(rows).double()), (1, torch.tensor(rows)[:, :2].double() * 2)]
-    stats.seen[1][1][0] = torch.tensor([2.0, 0.0])  # their numbers
+    stats.traces = [(0, torch.tensor(rows).double()), (1, torch.tensor(rows)[:, :2].double() * 2)]
+    stats.traces[1][1][0] = torch.tensor([2.0, 0.0])  # their numbers
     stats.pushes, stats.approx_kl = [4.0, 8.0], kl
     found = token_traces.last_step_vectors(cfg, torch.tensor([True, True, True]), stats)
     assert (found["share"].tolist(), found["now"].tolist()) == (share, now)

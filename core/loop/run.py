@@ -29,7 +29,7 @@ from core.policy import Policy, Weights
 from core.report import PAGES, write_pages
 from core.report.doctor import final_lines
 from core.report.token_traces import trace_tokens
-from core.results import known
+from core.results import finite_values
 from core.sampler import Sampler, SamplingParams
 from core.selection import drop_failed
 from core.settings import config_to_dict
@@ -137,7 +137,7 @@ class Run:
         cfg = self.cfg
         metrics = rollout_metrics(cfg, sampled) | stats.means(batch)
         lr = cfg.lr * lr_factor(cfg, update, self.progress["sampled_tokens"])
-        steps = int(sum(known(self.history, "update/steps"))) + stats.num_steps
+        steps = int(sum(finite_values(self.history, "update/steps"))) + stats.num_steps
         norm = stats.grad_norm if stats.num_steps else None
         metrics |= self.probe.metrics(cfg, norm, lr, steps)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)

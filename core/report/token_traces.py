@@ -82,7 +82,7 @@ def last_step_vectors(cfg: Config, traced: Tensor, stats: UpdateStats) -> dict[s
     NaN for tokens without a step. A step that --ppo.target-kl has dropped does not count.
     """
     num_steps = len(stats.pushes) - (0 < cfg.options.target_kl < stats.approx_kl)
-    parts = [(step, x[:, traced[x[0].long()]]) for step, x in stats.seen if step < num_steps]
+    parts = [(step, x[:, traced[x[0].long()]]) for step, x in stats.traces if step < num_steps]
     vectors = torch.full((4, len(traced)), torch.nan, dtype=torch.float64)
     for step, values in sorted(distributed.all_gather(parts), key=lambda part: part[0]):
         values[-1] /= -(stats.pushes[step] or 1.0)
