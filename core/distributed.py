@@ -52,10 +52,8 @@ def process_group(device: str) -> Iterator[None]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         if 0 < len(gpus) < int(os.environ["LOCAL_WORLD_SIZE"]):
-            raise UsageError(
-                f"torchrun --nproc-per-node: this machine has {len(gpus)} GPU(s); start one "
-                "process per GPU, or use --device cpu"
-            )
+            limit = f"at most {len(gpus)}, the number of GPUs here"
+            raise UsageError(f"torchrun --nproc-per-node: {limit}, or use --device cpu")
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
     on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -108,13 +106,13 @@ def broadcast_from_rank_0(decide: Callable[[], T]) -> T:
 def rank_0_first(make: Callable[[], T]) -> T:
     """The result of `make` on each rank; the other ranks call it after rank 0.
 
-    Returns when all ranks have made theirs: an error of rank 0 may remove the files that they read.
+    Returns when all ranks are ready: an error of rank 0 may remove the files that the others read.
     """
-    made = [make()] if rank() == 0 else []
+    results = [make()] if rank() == 0 else []
     all_gather([0])
-    made = made or [make()]
+    results = results or [make()]
     all_gather([0])
-    return made[0]
+    return results[0]
 
 
 def all_reduce_sum(tensors: list[Tensor]) -> None:
@@ -130,28 +128,29 @@ def all_reduce_gradients(parameters: list[Tensor]) -> None:
     """Replaces each gradient by its sum over the ranks; None where no rank has a gradient."""
     if num_ranks() == 1:
         return
-    has = torch.tensor([float(p.grad is not None) for p in parameters])
-    all_reduce_sum([has])
-    trained = [p for p, n in zip(parameters, has.tolist(), strict=True) if n > 0]
+    num_gradients = torch.tensor([float(p.grad is not None) for p in parameters])
+    all_reduce_sum([num_gradients])
+    counted = zip(parameters, num_gradients.tolist(), strict=True)
+    trained = [parameter for parameter, count in counted if count > 0]
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     all_reduce_sum([p.grad for p in trained])  # type: ignore[misc]
 
 
-def all_reduce_metrics(numbers: dict[str, float]) -> dict[str, float]:
-    """Sums each number over the ranks, by its name."""
+def all_reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Sums each metric over the ranks, by its name."""
     sums: dict[str, float] = defaultdict(float)
-    for part in all_gather([numbers]):
+    for part in all_gather([metrics]):
         for name, value in part.items():
             sums[name] += value
     return sums
 
 
 @contextmanager
-def rank_lost(what: str = "another rank died, so this rank ends") -> Iterator[None]:
-    """Turns the error of a collective inside into RankLost, of one line."""
+def rank_lost(reason: str = "another rank died, so this rank ends") -> Iterator[None]:
+    """Turns the error of a collective operation inside into a RankLost of one line."""
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"{what}: {str(error).strip().splitlines()[0][:200]}") from error
+        raise RankLost(f"{reason}: {str(error).strip().splitlines()[0][:200]}") from error

@@ -12,8 +12,7 @@ far are one row, which splits when their next tokens differ:
 trees of prefixes (core/prefix_sharing.py). Others get a `RepeatedPrefixCache`.
 
 Shapes: U rows (distinct prefixes), Q prompts, T tokens of the longest prompt, V vocabulary; in a
-layer, H heads of the queries, h <= H heads of the keys and values (grouped queries), d the width of
-a head.
+layer, H heads of queries, h <= H heads of keys and values (grouped queries), d the width of a head.
 """
 
 import itertools
@@ -39,20 +38,23 @@ def prefill(
 
     `max_new_tokens`: how many tokens `append` will add to a row.
     """
-    model, device, n = policy.causal_lm, policy.device, max(map(len, prompts))  # n is T
+    model, device = policy.causal_lm, policy.device
     # left padding: all prompts end in the last column, where their completions begin
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    mask = torch.arange(n, device=device) >= n - lengths[:, None]  # [Q, T]
+    longest = max(map(len, prompts))
+    mask = torch.arange(longest, device=device) >= longest - lengths[:, None]  # [Q, T]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     if policy.shares_prefixes:
-        tree, kept = make_tree(prompts).to(device), dict[int, KeysAndValues]()
+        tree = make_tree(prompts).to(device)
+        node_kv: dict[int, KeysAndValues] = {}  # by layer, of the nodes of the tree
         decoder = model.get_decoder()
-        hidden = decoder(**tree.inputs(), use_cache=False, kept=kept).last_hidden_state[0]
+        hidden = decoder(**tree.inputs(), use_cache=False, node_kv=node_kv).last_hidden_state[0]
         nodes = tree.nodes.gather(1, positions)  # [Q, T]
-        prompt_kv = [(look_up(nodes, k), look_up(nodes, v)) for _, (k, v) in sorted(kept.items())]
+        layers = [node_kv[layer] for layer in sorted(node_kv)]
+        prompt_kv = [(look_up(nodes, k), look_up(nodes, v)) for k, v in layers]
         logits = policy.to_logits(hidden[nodes[:, -1]])
         return SharedPrefixCache(model, prompt_kv, mask, logits, max_new_tokens)
-    padded = [[policy.end_of_turn_id] * (n - len(prompt)) + prompt for prompt in prompts]
+    padded = [[policy.end_of_turn_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     cache = DynamicCache(config=model.config)  # some models mix kinds of layers
     logits = model(
         input_ids=torch.tensor(padded, device=device),
@@ -66,7 +68,7 @@ def prefill(
 
 
 def cache_argument(model: Any) -> str:
-    """What the model's forward pass calls its cache; transformers 5.24 renamed it."""
+    """The name of the cache among the arguments of `forward`; transformers 5.24 renamed it."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
@@ -97,8 +99,7 @@ class SharedPrefixCache:
 
     Attention to a prompt is one matrix product for all its rows. For it `_by_prompt` puts the rows
     of a prompt side by side, and `_by_row` takes them apart again. W is the largest number of rows
-    of a prompt. An example with Q = 2, U = 3 and W = 2: rows 0 and 2 continue prompt 0, row 1
-    continues prompt 1.
+    of a prompt. With Q = 2, U = 3, W = 2, where rows 0 and 2 continue prompt 0, row 1 prompt 1:
 
         prompt_of      [U]       [0, 1, 0]
         row_table      [Q, W]    [[0, 2], [1, 0]]    the rows of each prompt; padded with row 0
@@ -111,10 +112,10 @@ class SharedPrefixCache:
     """
 
     def __init__(
-        self, model: Any, prompt_kv: list[KeysAndValues], mask: Tensor, logits: Tensor,
-        max_new_tokens: int,
-    ):  # fmt: skip
-        """`prompt_kv` of each layer [Q, h, T, d], `mask` [Q, T] bool, `logits` [Q, V]; U is Q."""
+        self, model: Any, prompt_kv: list[KeysAndValues], mask: Tensor, logits: Tensor, room: int
+    ):
+        """`prompt_kv` of each layer [Q, h, T, d], `mask` [Q, T] bool, `logits` [Q, V]; U is Q.
+        `room`: how many tokens `append` will add to a row."""
         self.model, self.logits = model, logits
         self.prompt_of = torch.arange(len(mask), device=mask.device)  # [U]
         self.width = 0  # tokens appended to each row
@@ -122,7 +123,7 @@ class SharedPrefixCache:
         self.padding = None if mask.all() else ~mask[:, None, None]  # [Q, 1, 1, T]
         self.prompt_kv = [(k.transpose(2, 3).contiguous(), v.contiguous()) for k, v in prompt_kv]
         _, kv_heads, _, head_dim = prompt_kv[0][1].shape
-        shape = (len(mask), kv_heads, max_new_tokens, head_dim)
+        shape = (len(mask), kv_heads, room, head_dim)
         self.row_kv = [(v.new_empty(shape), v.new_empty(shape)) for _, v in prompt_kv]
         self._index_rows()
 
@@ -142,14 +143,14 @@ class SharedPrefixCache:
         self.position = self.position[rows]
         for layer, (k, v) in enumerate(self.row_kv):  # one by one: the old ones are freed
             self.row_kv[layer] = self._copies(k, rows), self._copies(v, rows)
-        used, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
-        if len(used) < len(self.row_table):  # some prompt has no row left
-            self.prompt_kv = [(k[used], v[used]) for k, v in self.prompt_kv]
-            self.padding = None if self.padding is None else self.padding[used]
+        prompts, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
+        if len(prompts) < len(self.row_table):  # some prompt has no row left
+            self.prompt_kv = [(k[prompts], v[prompts]) for k, v in self.prompt_kv]
+            self.padding = None if self.padding is None else self.padding[prompts]
         self._index_rows()
 
     def _copies(self, x: Tensor, rows: Tensor) -> Tensor:
-        """`x[rows]`, of the tokens that were appended."""
+        """`x[rows]`; copies only the tokens that were appended."""
         copies = x.new_empty(len(rows), *x.shape[1:])
         copies[:, :, : self.width] = x[rows, :, : self.width]
         return copies
@@ -161,21 +162,24 @@ class SharedPrefixCache:
 
         `query` [U, H, 1, d]; `key` and `value` [U, h, 1, d].
         """
-        (row_keys, row_values), now = self.row_kv[layer], self.width
-        row_keys[:, :, now : now + 1], row_values[:, :, now : now + 1] = key, value
-        (num_rows, heads, _, head_dim), kv_heads = query.shape, key.shape[1]
+        row_keys, row_values = self.row_kv[layer]
+        width = self.width + 1  # with the appended token
+        row_keys[:, :, width - 1 : width] = key
+        row_values[:, :, width - 1 : width] = value
+        num_rows, heads, _, head_dim = query.shape
+        kv_heads = key.shape[1]
         q = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         prompt_keys, prompt_values = self.prompt_kv[layer]  # [Q, h, d, T], [Q, h, T, d]
         prompt_scores = self._by_prompt(q) @ prompt_keys
         if self.padding is not None:
             prompt_scores = prompt_scores.masked_fill(self.padding, -torch.inf)
         prompt_scores = self._by_row(prompt_scores)  # [U, h, H/h, T]
-        row_scores = q @ row_keys[:, :, : now + 1].transpose(2, 3)
+        row_scores = q @ row_keys[:, :, :width].transpose(2, 3)
         scores = torch.cat([prompt_scores, row_scores], -1)
         weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-        n = prompt_values.shape[2]
-        out = self._by_row(self._by_prompt(weights[..., :n]) @ prompt_values)
-        out = out + weights[..., n:] @ row_values[:, :, : now + 1]
+        prompt_length = prompt_values.shape[2]
+        out = self._by_row(self._by_prompt(weights[..., :prompt_length]) @ prompt_values)
+        out = out + weights[..., prompt_length:] @ row_values[:, :, :width]
         return out.reshape(num_rows, 1, heads, head_dim)
 
     def _index_rows(self) -> None:
@@ -192,11 +196,11 @@ class SharedPrefixCache:
         self.in_order = torch.equal(self.row_table.view(-1), rows)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
-        """[U, h, H/h, x] -> [Q, h, W · H/h, x], for any x."""
+        """[U, h, H/h, ·] -> [Q, h, W · H/h, ·]"""
         x = x.unflatten(0, self.row_table.shape) if self.in_order else x[self.row_table]
         return x.transpose(1, 2).flatten(2, 3)
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """[Q, h, W · H/h, x] -> [U, h, H/h, x], for any x."""
+        """[Q, h, W · H/h, ·] -> [U, h, H/h, ·]"""
         x = x.unflatten(2, (self.row_table.shape[1], -1)).transpose(1, 2).flatten(0, 1)
         return x if self.in_order else x[self.table_index]

@@ -37,6 +37,7 @@ MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1
 NEVER = -30.0  # log-prob of a token that is not sampled, ever
 ADAPTER_CONFIG = "adapter_config.json"
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
+LOADING = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
 # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a step of a
@@ -55,11 +56,11 @@ def load_policy(
 ) -> Policy:
     """Loads `model_id`, a Hub id or a folder, by default that of `cfg`, with the settings of `cfg`.
 
-    A folder of LoRA adapters, such as the `model/` of a run, is their base model with the adapters,
-    which are trained on, without their dropout. `adapters` is the folder of others for the same
-    base. `plain`: a model without a chat template gets one that adds nothing, as all prompts are
-    raw. core/files/models.py knows the models that have names, such as tiny. Raises UsageError, in
-    one line that names `flag`.
+    From a folder of LoRA adapters, such as the `model/` of a run, loads their base model and the
+    adapters, which are trained on, without their dropout; or, in place of these, the adapters in
+    the folder `adapters`. `plain`: a model without a chat template gets one that adds nothing, as
+    all prompts are raw. core/files/models.py has the models with names, such as tiny. Raises
+    UsageError, in one line that names `flag`.
     """
     model_id = model_id or cfg.model_id
     device = pick_device(cfg.device)
@@ -83,15 +84,15 @@ def load_policy(
         closing_id = check_template(tokenizer, len(embeddings))
     config = base.config.get_text_config()
     limit, limited_by = _context_limit(config, subject)
-    asked = cfg.max_model_len or limit
+    max_length = cfg.max_model_len or limit
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
         device=device,
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
-        max_length=min(limit, asked),
-        limited_by="--max-model-len" if asked <= limit else limited_by,
+        max_length=min(limit, max_length),
+        limited_by="--max-model-len" if max_length <= limit else limited_by,
         value_head=_zero_head(config.hidden_size, device) if value_head else None,
         trust_remote_code=cfg.trust_remote_code,
     )
@@ -113,25 +114,25 @@ def pick_device(name: str) -> torch.device:
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: this machine has no such device; take auto, cpu, cuda, "
-                         "cuda:N or mps") from error  # fmt: skip
+        choices = "auto, cpu, cuda, cuda:N or mps"
+        raise UsageError(f"--device {name}: this machine lacks it; take {choices}") from error
     return torch.device(name)
 
 
 def _check_folder(model_id: str, subject: str) -> None:
-    """Raises UsageError for what is given in place of a Hub id or of the folder of a model."""
+    """Raises UsageError for a path that is neither a Hub id nor the folder of a model."""
     folder = Path(model_id)
     files = [*folder.iterdir()] if folder.is_dir() else []
-    kinds = {file.suffix for file in [folder, *files]}
+    suffixes = {file.suffix for file in [folder, *files]}
     small = [file for file in files if file.is_file() and file.stat().st_size < 1000]
     pointers = [f.name for f in small if f.read_bytes().startswith(b"version https://git-lfs")]
     if pointers:
         reason = f"{min(pointers)} is a pointer of Git LFS: run git lfs pull there"
     elif has_adapters(model_id) or (folder / "config.json").exists():
-        if ".bin" not in kinds or ".safetensors" in kinds or has_adapters(model_id):
+        if ".bin" not in suffixes or ".safetensors" in suffixes or has_adapters(model_id):
             return
         reason = "weights in .bin are not read: save them again, with save_pretrained"
-    elif ".gguf" in kinds:
+    elif ".gguf" in suffixes:
         reason = "GGUF is not read: take the model's safetensors"
     elif snapshots := [*folder.glob("snapshots/*")]:
         reason = f"a folder of the cache: take {snapshots[0]}, or the model's Hub id"
@@ -146,7 +147,8 @@ def _check_folder(model_id: str, subject: str) -> None:
 def _load_files(
     cfg: Config, model_id: str, device: torch.device, subject: str, trains_all: bool
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    dtype, source = cfg.dtype, {"trust_remote_code": cfg.trust_remote_code}
+    source = {"trust_remote_code": cfg.trust_remote_code}
+    dtype: str = cfg.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
@@ -169,14 +171,13 @@ def _load_files(
         if saved and cfg.quantize == "nf4" and not saved.get("load_in_4bit"):
             raise ValueError("its weights are quantized in another way: leave out --quantize")
         model, report = from_pretrained(
-            model_id, config=config, dtype=getattr(torch, dtype), use_safetensors=True,
-            output_loading_info=True, ignore_mismatched_sizes=True, **source,
-        )  # fmt: skip
+            model_id, config=config, dtype=getattr(torch, dtype), **source, **LOADING
+        )
     # transformers has put random weights in their place
-    invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    invalid = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
     if invalid:
-        raise UsageError(f"{subject}: {len(invalid)} of its weights are missing or "
-                         f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
+        reason = f"{len(invalid)} of its weights are missing or have another shape"
+        raise UsageError(f"{subject}: {reason}, such as {min(invalid)}")
     model.config.use_cache = False  # in training; sampling passes its own cache
     model.config.output_attentions = False  # sdpa has none, and would refuse to be exported
     return model, tokenizer
@@ -191,8 +192,9 @@ def _share_prefixes(subject: str, policy: Policy) -> str:
     """
     model, config = policy.causal_lm, policy.causal_lm.config.get_text_config()
     ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-    prompts, prompt_of, rest = [ids, ids[:5]], [0, 0, 1], [ids[:3], ids[3:9], ids[:4]]
-    whole = [prompts[i] + ids for i, ids in zip(prompt_of, rest, strict=True)] + [ids[2:9]]
+    prompts, prompt_of = [ids, ids[:5]], [0, 0, 1]
+    completions = [ids[:3], ids[3:9], ids[:4]]
+    whole = [prompts[i] + end for i, end in zip(prompt_of, completions, strict=True)] + [ids[2:9]]
     padded = pad_sequence([torch.tensor(ids) for ids in whole], batch_first=True).to(policy.device)
     rows = torch.tensor([i for i, ids in enumerate(whole) for _ in ids])  # of the n tokens
     columns = torch.tensor([i for ids in whole for i in range(len(ids))])
@@ -203,25 +205,27 @@ def _share_prefixes(subject: str, policy: Policy) -> str:
         raise UsageError(f"{subject}: its logits are not finite")
     exact = policy.dtype.itemsize >= 4
     limit = MAX_GAP if exact else MAX_GAP_16_BIT
-    if not (gap := _gaps(separate, plain).max().item()) < limit:
-        raise UsageError(f"{subject}: this kind of model is not supported: log-probs "
-                         f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
+    gap = _gaps(separate, plain).max().item()
+    if not gap < limit:
+        reason = f"log-probs in training would be up to {gap:.2g} nats off the model's"
+        raise UsageError(f"{subject}: this kind of model is not supported: {reason}")
     if model._auto_class is not None or config._attn_implementation != "sdpa":
         return "its attention is not transformers' sdpa"
     if (window := _window(config)) < policy.max_length:
         return f"its attention window of {window} tokens is shorter than its context"
     try:
-        with _one_line_errors(""):  # for its silence
+        with _one_line_errors(""):  # silences warnings
             model.set_attn_implementation(ATTENTION)
             tree = make_tree(whole).to(policy.device)
             shared = policy.hidden_states(padded, tree)[0, tree.nodes[rows, columns]]
             cache = prefill(policy, prompts, max_new_tokens=1)
             cache.select(torch.tensor(prompt_of, device=policy.device))
-            cache.append(torch.tensor([ids[0] for ids in rest], device=policy.device))
+            first_ids = [completion[0] for completion in completions]
+            cache.append(torch.tensor(first_ids, device=policy.device))
         ends = [len(prompts[i]) for i in prompt_of]  # where in `whole` the appended tokens are
         sampled = [separate[(rows == i) & (columns == end)] for i, end in enumerate(ends)]
         gaps = [_gaps(policy.to_logits(shared), separate), _gaps(cache.logits, torch.cat(sampled))]
-        # of single tokens, or of their mean in 16 bits, which round each token
+        # the largest gap of a token, or in 16 bits, which round each token, their mean
         gap = max((gap.max() if exact else gap.mean()).item() for gap in gaps)
         reason = "" if gap < limit else f"log-probs would be {gap:.1g} nats off"
     except UsageError:  # of layers that do not take `tree`
@@ -234,24 +238,24 @@ def _share_prefixes(subject: str, policy: Policy) -> str:
 def _context_limit(config: Any, subject: str) -> tuple[int, str]:
     """How many tokens a sequence of the model may have, and what in its config.json says so.
 
-    YaRN multiplies the original number, which some files repeat as max_position_embeddings. With
-    longrope the longest sequence of a batch chooses the factors of all, so log-probs would depend
-    on the others, and a key in the cache on when it was computed: up to the original number the
-    factors are the same ones.
+    YaRN multiplies the original limit, which some files repeat as max_position_embeddings. With
+    longrope, above the original limit, the longest sequence of a batch would change the factors,
+    and so the log-probs, of all others.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
-        raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
-                         "has no max_position_embeddings; take another model")  # fmt: skip
-    limited_by, own = "config.json's max_position_embeddings", "original_max_position_embeddings"
+        reason = "its config.json has no max_position_embeddings"
+        raise UsageError(f"{subject}: this kind of model is not supported: {reason}")
+    limited_by = "config.json's max_position_embeddings"
+    original_name = "original_max_position_embeddings"
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:  # of the model, or of each kind of layer
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        original = kind and (rope.get(own) or getattr(config, own, None))
+        original = kind and (rope.get(original_name) or getattr(config, original_name, None))
         if original and kind == "yarn":
             limit = max(limit, int(original * (rope.get("factor") or 1)))
         elif original and kind == "longrope" and original < limit:
-            limit, limited_by = original, f"longrope's {own} in config.json"
+            limit, limited_by = original, f"longrope's {original_name} in config.json"
     return limit, limited_by
 
 
@@ -263,7 +267,7 @@ def _zero_head(width: int, device: torch.device) -> nn.Linear:
 
 
 def _window(config: Any) -> float:
-    """How many tokens the layer of a model that sees the fewest attends to."""
+    """The smallest attention window of a layer, in tokens; infinite without windows."""
     if set(getattr(config, "layer_types", None) or ["?"]) == {"full_attention"}:
         return math.inf
     names = [n for n in vars(config) if n.endswith(("window", "window_size", "chunk_size"))]
@@ -271,12 +275,10 @@ def _window(config: Any) -> float:
 
 
 def _gaps(logits: Tensor, expected: Tensor) -> Tensor:
-    """How far log-probs are from the expected ones, without those of tokens that are never sampled.
-
-    A logit of -1000 rounds by more than a likely one, and decides nothing.
-    """
-    wanted = expected.float().log_softmax(-1)
-    return (logits.float().log_softmax(-1) - wanted)[wanted > NEVER].abs()
+    """Absolute differences of log-probs, of tokens above NEVER: others round by more."""
+    expected_logprobs = expected.float().log_softmax(-1)
+    differences = logits.float().log_softmax(-1) - expected_logprobs
+    return differences[expected_logprobs > NEVER].abs()
 
 
 @contextmanager
@@ -308,18 +310,16 @@ def _base_of(cfg: Config, folder: str, subject: str, train: bool) -> str:
         saved: Any = PeftConfig.from_pretrained(folder)
         base = saved.base_model_name_or_path
         if not isinstance(saved, LoraConfig) or not base:
-            raise ValueError(f"adapters of the kind {saved.peft_type.value} for the base model "
-                             f"{base}: picoRL reads LoRA that names its base in "
-                             f"{ADAPTER_CONFIG}")  # fmt: skip
+            kind = f"adapters of the kind {saved.peft_type.value} for the base model {base}"
+            raise ValueError(f"{kind}: picoRL reads LoRA that names its base in {ADAPTER_CONFIG}")
         if "pissa_niter" in str(saved.init_lora_weights):
-            raise ValueError("its base was changed at random (pissa_niter): save the adapters with "
-                             "path_initial_model_for_weight_conversion")  # fmt: skip
+            hint = "save the adapters with path_initial_model_for_weight_conversion"
+            raise ValueError(f"its base was changed at random (pissa_niter): {hint}")
     if train and cfg.lora_rank != saved.r:
-        raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
-                         f"--lora-rank {saved.r}")  # fmt: skip
-    copied = Path(folder).parent / "base"
-    is_tiny = Path(base).name == "base" and copied.is_dir()  # in a run that may have moved
-    return str(copied) if is_tiny else base
+        raise UsageError(f"{subject}: has LoRA adapters: to train them, give --lora-rank {saved.r}")
+    copy = Path(folder).parent / "base"
+    is_tiny = Path(base).name == "base" and copy.is_dir()  # in a run that may have moved
+    return str(copy) if is_tiny else base
 
 
 def _with_adapters(model: PreTrainedModel, rank: int, folder: str) -> Any:
@@ -340,11 +340,12 @@ def _with_adapters(model: PreTrainedModel, rank: int, folder: str) -> Any:
         config.inference_mode = False  # saved as True, with which nothing is trained
         adapted = get_peft_model(model, config)
         weights = load_peft_weights(folder, device="cpu")
-        found: Any = set_peft_model_state_dict(adapted, weights)
-        missing = [key for key in found.missing_keys if "lora_" in key]
-        if odd := [*found.unexpected_keys, *missing]:
-            raise ValueError(f"they are of another model than {model.name_or_path}: {len(odd)} "
-                             f"weights, such as {odd[0]}, have no counterpart")  # fmt: skip
+        loaded: Any = set_peft_model_state_dict(adapted, weights)
+        missing = [key for key in loaded.missing_keys if "lora_" in key]
+        unpaired = [*loaded.unexpected_keys, *missing]
+        if unpaired:
+            reason = f"{len(unpaired)} weights, such as {unpaired[0]}, have no counterpart"
+            raise ValueError(f"they are of another model than {model.name_or_path}: {reason}")
     return adapted
 
 

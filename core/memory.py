@@ -48,13 +48,13 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
         room = USABLE[kind] * (free - future_bytes - LOGIT_COPIES * 4 * policy.max_logits)
         per_token = bytes_per_token(policy)
         most = min(most, max(MIN_BUDGET, int(room / per_token)))
-        lines = [f"micro-batches of up to {most} tokens: {per_token / 1e6:.2f} MB per token, "
-                 f"{free / 1e9:.1f} GB free"]  # fmt: skip
+        size = f"{per_token / 1e6:.2f} MB per token, {free / 1e9:.1f} GB free"
+        lines = [f"micro-batches of up to {most} tokens: {size}"]
     # no micro-batch holds more than all rollouts of a gradient step
     rollouts = -(-cfg.num_prompts * cfg.group_size // cfg.num_minibatches) if cfg.num_updates else 1
     rollouts = max(rollouts, cfg.sft_batch_size if cfg.sft_steps else 1)
-    asked = cfg.max_tokens_per_micro_batch or most
-    policy.micro_batch_tokens = min(asked, rollouts * policy.max_length)
+    budget = cfg.max_tokens_per_micro_batch or most
+    policy.micro_batch_tokens = min(budget, rollouts * policy.max_length)
     return lines if kind == "cuda" else []
 
 
@@ -72,9 +72,9 @@ def probe_peak_memory(
     while True:
         reason = ""
         try:
-            rest, count = policy.max_length - 1, policy.micro_batch_tokens // policy.max_length
-            rows = [Sequence(i, [i % vocab_size] + [0] * rest, [-1] + [0] * rest)
-                    for i in range(max(1, count))]  # fmt: skip
+            rest = [0] * (policy.max_length - 1)
+            count = max(1, policy.micro_batch_tokens // policy.max_length)
+            rows = [Sequence(i, [i % vocab_size, *rest], [-1, *rest]) for i in range(count)]
             for micro in cut(rows, policy):
                 optimizer.backward(predict(policy, micro, 1.0)["logprobs"].mean())
         except (RuntimeError, MemoryError) as error:

@@ -58,7 +58,7 @@ LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 # Settings of a model that are numbers of tokens; beyond them its attention computes differently
 LIMITS = ("sliding_window", "original_max_position_embeddings")
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
-PLENTY = 1 << 50  # bytes; any KV cache fits
+PLENTY = 1 << 50  # bytes of a KV cache that no model exceeds
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
@@ -72,7 +72,7 @@ ENVIRONMENT = {
 def make_sampler(name: str, policy: Policy, *arguments: Any, **options: Any) -> Sampler:
     """Makes "torch", "vllm", or "auto": vllm on a GPU if it starts, otherwise torch.
 
-    What else is given goes to NanoLLM; "vllm" raises as NanoLLM does.
+    `arguments` and `options` are those of NanoLLM; "vllm" raises as NanoLLM does.
     """
     if name == "torch" or (name == "auto" and policy.device.type != "cuda"):
         return TorchSampler(policy)
@@ -111,7 +111,7 @@ class NanoLLM(Sampler):
         self.lora_request: Any = None
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.running: dict[str, Request] = {}
-        self.numbers = itertools.count()  # of the requests
+        self.request_numbers = itertools.count()
         self.awake = True
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
             # vLLM computes float32 attention with Triton, whose default rounds to TF32
@@ -138,24 +138,22 @@ class NanoLLM(Sampler):
 
         params = self._vllm_params(request.params, completion_limit(self.policy, request))
         params.seed = derive_seed(request.seed, request.stream)
-        request_id = str(next(self.numbers))
+        request_id = str(next(self.request_numbers))
         self.running[request_id] = request
-        self.engine.add_request(
-            request_id, vllm.TokensPrompt(prompt_token_ids=request.prompt), params,
-            lora_request=self.lora_request,
-        )  # fmt: skip
+        prompt = vllm.TokensPrompt(prompt_token_ids=request.prompt)
+        self.engine.add_request(request_id, prompt, params, lora_request=self.lora_request)
 
     def step(self) -> list[tuple[Request, Completion]]:
-        ended = []
-        for output in self._step() if self.running else []:
-            [found] = output.outputs
-            kept = found.sampling_mask.token_ids if self.with_kept_ids else None
-            ids, logprobs = list(found.token_ids), list(found.logprobs.logprobs)
-            request = self.running.pop(output.request_id)
+        completions = []
+        for request_output in self._step() if self.running else []:
+            [output] = request_output.outputs
+            kept_ids = output.sampling_mask.token_ids if self.with_kept_ids else None
+            ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
+            request = self.running.pop(request_output.request_id)
             stop = request.params.stop  # the engine has no tokenizer: it samples on after these
-            completion = to_completion(self.policy, ids, logprobs, kept, stop)
-            ended.append((request, completion))
-        return ended
+            completion = to_completion(self.policy, ids, logprobs, kept_ids, stop)
+            completions.append((request, completion))
+        return completions
 
     def _step(self) -> list[Any]:
         """A step of the engine. vLLM for CPUs moves PyTorch's generator, and does not need it."""
@@ -191,8 +189,7 @@ class NanoLLM(Sampler):
     def sync(self) -> None:
         """Copies the LoRA adapters, if any, and drops what the old weights left in the KV cache.
 
-        Outside `with sampler:`, where train.py calls it, there is no KV cache, and nothing to do:
-        entering does it.
+        Does nothing outside `with sampler:`, where there is no KV cache, as entering does it.
         """
         if not self.awake:
             return
@@ -288,12 +285,12 @@ def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
         return f"vLLM cannot share multimodal models ({config.model_type}): take a text model"
     if policy.quantized or "quantization_config" in config.to_dict():
         return "vLLM cannot share quantized weights: leave --quantize out, take another model"
-    others = r"lora_(?![AB]\.\w+\.weight$)|modules_to_save|trainable_tokens"  # PEFT's names
-    if unknown := [name for name in policy.trainable() if re.search(others, name)]:
+    not_a_or_b = r"lora_(?![AB]\.\w+\.weight$)|modules_to_save|trainable_tokens"  # PEFT's names
+    if unknown := [name for name in policy.trainable() if re.search(not_a_or_b, name)]:
         return f"vLLM takes only A and B of LoRA adapters, not {unknown[0]}: train new adapters"
     if policy.device.index:
-        return ("vLLM uses the first visible GPU: set the environment variable "
-                f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
+        variable = f"CUDA_VISIBLE_DEVICES={policy.device.index}"
+        return f"vLLM uses the first visible GPU: set {variable} and --device cuda"
     with preserve_process_state():
         from vllm.platforms import current_platform
 
@@ -310,7 +307,8 @@ def preserve_process_state() -> Iterator[None]:
     """Restores what vLLM changes in this process on exit: random generators, the number of threads
     and environment variables. Inside, ENVIRONMENT is set and Python warnings are hidden."""
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    variables, python_state, numpy_state = {**os.environ}, random.getstate(), np.random.get_state()
+    variables = {**os.environ}
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     os.environ.update(ENVIRONMENT)
     try:
@@ -359,7 +357,8 @@ def _engine_arguments(
     """Returns vllm.EngineArgs."""
     import vllm
 
-    on_cpu, arguments = policy.device.type == "cpu", dict[str, Any]()
+    on_cpu = policy.device.type == "cpu"
+    arguments: dict[str, Any] = {}
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     else:
@@ -394,19 +393,19 @@ def _engine_arguments(
 
 
 def _cache_bytes(
-    policy: Policy, num_rollouts: int, vllm_config: Any, plenty: Any, available: int
+    policy: Policy, num_rollouts: int, vllm_config: Any, plan: Any, available: int
 ) -> int:
-    """How much memory vLLM's KV cache gets, from vLLM's own specification of each kind of layer.
+    """Bytes of vLLM's KV cache: at most `available`, and no more than `num_rollouts` sequences of
+    full length need (0: no limit), as a GPU wakes up more slowly the more memory it has to map.
 
-    Of the `available` bytes no more than `num_rollouts` sequences of full length need, if known:
-    waking up takes a GPU longer the more it has to map. `plenty`: vLLM's plan for PLENTY bytes.
-    Raises UsageError if a sequence of full length does not fit on the GPU.
+    `plan` is vLLM's plan for a cache of PLENTY bytes. Raises UsageError if a sequence of full
+    length does not fit on the GPU.
     """
-    specs = [group.kv_cache_spec for group in plenty.kv_cache_groups]
-    blocks = 1  # that stays empty
-    for spec in specs:
+    blocks = 1  # one stays empty
+    for group in plan.kv_cache_groups:
+        spec = group.kv_cache_spec
         blocks += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
-    needed = blocks * (PLENTY // plenty.num_blocks)
+    needed = blocks * (PLENTY // plan.num_blocks)
     if policy.device.type == "cpu":
         return max(needed, available)
     if needed > available:

@@ -31,40 +31,40 @@ from core.config import Config
 from core.faults import UsageError
 from core.policy import Policy
 
-FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of float16; steps
+Groups = list[dict[str, Any]]  # parameter groups of an optimizer
+MakeAdamW = Callable[[Groups], torch.optim.Optimizer]
+FIRST_SCALE, MIN_SCALE = 2.0**16, 1.0  # loss scale of float16
+GROWTH_INTERVAL = 200  # steps without overflow after which the loss scale doubles
 
 
-def fused_adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def fused_adamw(groups: Groups) -> torch.optim.Optimizer:
     """PyTorch's AdamW. Its moments exist from the start, before vLLM takes the memory."""
     adamw = torch.optim.AdamW(groups, fused=True, weight_decay=0.0)
-    for p in (p for group in groups for p in group["params"]):
-        zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-        adamw.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
+    for group in groups:
+        for p in group["params"]:
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
     return adamw
 
 
-def adamw_8bit(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
     """AdamW8bit of bitsandbytes, an optional package. Its moments exist from the start, too."""
     from bitsandbytes.optim import AdamW8bit
 
     adamw = AdamW8bit(groups, weight_decay=0.0)
-    for number, group in enumerate(adamw.param_groups):
-        for place, p in enumerate(group["params"]):
-            adamw.init_state(group, p, number, place)
+    for group_index, group in enumerate(adamw.param_groups):
+        for index, p in enumerate(group["params"]):
+            adamw.init_state(group, p, group_index, index)
     return adamw
 
 
 class MasterAdamW:
-    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights. There
-    is no weight decay.
-
-    `make_adamw` makes the optimizer of the masters.
-    """
+    """AdamW, without weight decay, over float32 masters of low-precision weights, or over float32
+    weights themselves. `make_adamw` makes the optimizer of these."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], loss_scale: float = 1.0,
-        make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw,
-    ):  # fmt: skip
+        self, groups: Groups, loss_scale: float = 1.0, make_adamw: MakeAdamW = fused_adamw
+    ):
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
         groups = [{**g, "params": [*map(self._master, g["params"])]} for g in groups]
@@ -79,7 +79,7 @@ class MasterAdamW:
         master = nn.Parameter(weight.detach().float())
         self.pairs.append((weight, master))
 
-        def collect(p: Tensor) -> None:  # adds the gradients of micro-batches up in float32
+        def collect(p: Tensor) -> None:  # adds up the gradients of micro-batches, in float32
             assert p.grad is not None
             if master.grad is None:
                 master.grad = torch.empty_like(master).copy_(p.grad)
@@ -108,17 +108,17 @@ class MasterAdamW:
     def backward(self, loss: Tensor, outputs: Iterable[Tensor | None] = ()) -> None:
         """Adds the gradient of `loss` to the gradients of the current step.
 
-        `outputs` of the model: where the loss has no gradient with respect to any of them, such as
-        that of log-probs without an advantage, the backward pass through the model is left out.
+        `outputs` are those of the model. If the gradient with respect to all of them is 0, as where
+        all advantages are 0, the backward pass through the model is left out.
         """
         loss = loss * self.loss_scale
-        used = [x for x in outputs if x is not None and x.requires_grad]
-        if not used:
+        with_graph = [x for x in outputs if x is not None and x.requires_grad]
+        if not with_graph:
             loss.backward()
             return
-        gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(loss, with_graph, allow_unused=True, materialize_grads=True)
         if any(gradient.any() for gradient in gradients):
-            torch.autograd.backward(used, gradients)
+            torch.autograd.backward(with_graph, gradients)
 
     def sum_gradients(self) -> None:
         """Replaces the gradients by their sums over the ranks."""
@@ -130,11 +130,11 @@ class MasterAdamW:
         for group in self.adamw.param_groups:
             if "fused" in group:  # takes elements in the order of their memory; vLLM may change it
                 group["fused"] = all(p.is_contiguous() for p in group["params"])
-        places = [p.data for p in self.masters]
+        memory = [p.data for p in self.masters]
         self.adamw.step()
-        for p, place in zip(self.masters, places, strict=True):
-            if p.data_ptr() != place.data_ptr():  # bitsandbytes has laid it out in another order
-                p.data = place.copy_(p.data)
+        for p, data in zip(self.masters, memory, strict=True):
+            if p.data_ptr() != data.data_ptr():  # bitsandbytes has laid it out in another order
+                p.data = data.copy_(p.data)
         for weight, master in self.pairs:  # in place: the sampler may share the tensor
             weight.copy_(master)
 
@@ -211,16 +211,14 @@ def dtype_of_master(weight: Tensor) -> torch.dtype:
 
 
 def make_optimizer(
-    policy: Policy,
-    lr: float,
-    value_lr: float = 0.0,
-    make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw,
+    policy: Policy, lr: float, value_lr: float = 0.0, make_adamw: MakeAdamW = fused_adamw
 ) -> MasterAdamW:
     """An optimizer of all that `policy` trains; `value_lr` 0: `lr` for the head."""
     trained = [p for p in policy.model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": trained, "lr": lr, "initial_lr": lr}]
+    groups: Groups = [{"params": trained, "lr": lr, "initial_lr": lr}]
     if policy.value_head is not None:
-        head, value_lr = [*policy.value_head.parameters()], value_lr or lr
+        head = [*policy.value_head.parameters()]
+        value_lr = value_lr or lr
         groups.append({"params": head, "lr": value_lr, "initial_lr": value_lr})
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
     return MasterAdamW(groups, loss_scale, make_adamw)
@@ -232,7 +230,7 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     Raises UsageError if it does not suit the device.
     """
     if cfg.optimizer == "adamw8bit" and policy.device.type == "mps":
-        raise UsageError("--optimizer adamw8bit: bitsandbytes has no 8-bit step for MPS; add "
-                         "--device cpu")  # fmt: skip
+        reason = "bitsandbytes has no 8-bit step for MPS"
+        raise UsageError(f"--optimizer adamw8bit: {reason}; add --device cpu")
     make_adamw = adamw_8bit if cfg.optimizer == "adamw8bit" else fused_adamw
     return make_optimizer(policy, cfg.lr, cfg.options.value_lr, make_adamw)

@@ -1,7 +1,7 @@
 """What picoRL changes in other libraries while it runs. It does so here and nowhere else.
 
-Each of these is for something that the library has no argument and no hook for; its docstring says
-why, and when it can go. Found in transformers 5.17 to 5.24 and vLLM 0.32 and 0.33.
+Each patch does something that the library has no argument and no hook for; its docstring says why,
+and when it can go. Found in transformers 5.17 to 5.24 and vLLM 0.32 and 0.33.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +23,6 @@ class DecoderOutput(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-
-
-# transformers
 
 
 def decoder_that_returns(decoder: Any, hidden: Tensor) -> AbstractContextManager[Any]:
@@ -53,9 +50,6 @@ def checkpoint_without_dropout(layer: Any) -> None:
         return checkpoint(without_dropout, *args, use_reentrant=False)
 
     layer._gradient_checkpointing_func = compute
-
-
-# vLLM, while it starts
 
 
 def pool_of_the_cache_alone() -> AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
 
 @dataclass
 class Policy:
-    """A causal language model, its tokenizer, and how to sample from it and train it."""
+    """A model with what sampling and training need to know about it."""
 
     model: Any  # a PreTrainedModel, or a PeftModel around one; they share no base class
     tokenizer: Tokenizer
@@ -112,9 +112,8 @@ class Policy:
         weights = sum(num_weights(p) for p in self.model.parameters())
         in_4_bits = sum(num_weights(p) for p in self.model.parameters() if is_quantized(p))
         quantized = f" ({in_4_bits / 1e6:.2f}M in 4 bits)" if in_4_bits else ""
-        trained = sum(p.numel() for p in self.trainable().values())
-        return (f"{weights / 1e6:.2f}M weights{quantized}, {trained / 1e6:.2f}M trained, "
-                f"{self.device}")  # fmt: skip
+        trained = f"{sum(p.numel() for p in self.trainable().values()) / 1e6:.2f}M trained"
+        return f"{weights / 1e6:.2f}M weights{quantized}, {trained}, {self.device}"
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """All trainable parameters by name, including the value head."""
@@ -145,13 +144,13 @@ def num_weights(parameter: Any) -> int:
 
 @contextmanager
 def borrowed(weights: Mapping[str, Tensor]) -> Iterator[Weights]:
-    """Inside, the tensors may be changed; on exit they are as before, bit for bit. Yields a copy of
-    what they were, on the CPU."""
-    own = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+    """Inside, the tensors may be changed; on exit they have their old values, bit for bit. Yields
+    these, on the CPU."""
+    old = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
     try:
-        yield own
+        yield old
     finally:
-        copy_weights(own, weights)
+        copy_weights(old, weights)
 
 
 @torch.no_grad()

@@ -80,8 +80,7 @@ class PrefixTree:
     def keys_and_mask(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """For each block: the nodes [blocks, m] of its keys, and a mask [blocks, 1, block, m].
 
-        It is 0 where a query sees a key, else -inf. All layers share it: given a bool mask, each
-        would make its own.
+        It is 0 where a query sees a key, else -inf. All layers share this float mask.
         """
         if self.blocks is None:
             length, device = len(self), self.ends.device
@@ -114,7 +113,8 @@ def make_tree(sequences: Sequence[list[int]], min_block: int = MIN_BLOCK) -> Pre
     tokens: list[int] = []
     positions: list[int] = []
     paths: dict[int, Tensor] = {}  # the nodes of each sequence
-    path, previous = torch.zeros(0, dtype=torch.int64), list[int]()
+    path = torch.zeros(0, dtype=torch.int64)
+    previous: list[int] = []
     block = max(min_block, max(map(len, sequences)) // 4)
     ancestors: list[Tensor] = []
     chains: list[tuple[Tensor, int]] = []  # of sequences with new nodes: all nodes, number of new
@@ -172,20 +172,27 @@ def parts(sequences: Sequence[list[int]], max_nodes: int) -> Iterator[list[int]]
 
 
 def num_shared(a: list[int], b: list[int]) -> int:
-    """Number of tokens with which both begin."""
+    """Number of equal tokens at the beginning of two lists."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float, tree: PrefixTree | None = None,
-    kept: dict[int, tuple[Tensor, Tensor]] | None = None, context: Any = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    tree: PrefixTree | None = None,
+    node_kv: dict[int, tuple[Tensor, Tensor]] | None = None,
+    context: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention with the signature that transformers requires of a registered function.
 
     `query` [1, H, U, d], `key` and `value` [1, h, U, d] of the nodes of `tree`; returns
-    [1, U, H, d], and puts key and value into `kept`, by layer. In sampling, `context`, a
+    [1, U, H, d], and puts key and value into `node_kv`, by layer. In sampling, `context`, a
     SharedPrefixCache, computes the attention. With neither, this is sdpa.
     """
     if context is not None:
@@ -194,21 +201,21 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    if kept is not None:
-        kept[cast(int, module.layer_idx)] = key, value
+    if node_kv is not None:
+        node_kv[cast(int, module.layer_idx)] = key, value
     varlen = takes_varlen(query)
     # on a GPU, with a mask, only the slowest kernel takes fewer heads of keys
-    if not VARLEN_TAKES_GQA if varlen else query.is_cuda:
+    must_repeat = not VARLEN_TAKES_GQA if varlen else query.is_cuda
+    if must_repeat:
         heads_per_key = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(heads_per_key, 1) for x in (key, value))
     if varlen:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
         options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA else {}
         # causal: the last query of each sequence is at its last key
-        output = varlen_attn(
-            q, k[tree.key_index], v[tree.key_index], tree.query_ends, tree.key_ends,
-            tree.max_queries, tree.max_keys, scale=scaling, window_size=(-1, 0), **options,
-        )  # fmt: skip
+        k, v = k[tree.key_index], v[tree.key_index]
+        sizes = tree.query_ends, tree.key_ends, tree.max_queries, tree.max_keys
+        output = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=(-1, 0), **options)
         return cast(Tensor, output)[None], None
     keys, mask = tree.keys_and_mask(query.dtype)
     q = pad(query[0], (0, 0, 0, len(keys) * tree.block - len(tree)))

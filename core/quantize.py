@@ -29,9 +29,11 @@ def load_in_4_bits(
     from then on, in training too. `options` has output_loading_info.
     """
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-    )  # fmt: skip
+    )
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_id, dtype=dtype, quantization_config=config, device_map={"": device}, **options
     )

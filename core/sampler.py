@@ -10,14 +10,7 @@ of each, in four parts, each a method:
 
 The cache makes the forward passes (core/kv_cache.py). It has a row for each of U distinct prefixes
 (a prompt and the tokens sampled after it): completions that are equal so far share a row, until
-their draws differ. V is the vocabulary.
-
-    cache = prefill(policy, prompts, max_new_tokens)     a row for each distinct prompt
-    cache.logits [U, V]                                  of the next token of each row
-    cache.select(rows)                                   drops, copies and reorders rows
-    cache.append(token_ids [U])                          computes one more token in each row
-
-If memory runs out, half of the batch begins again (`_begin_again_with_half`).
+their draws differ. If memory runs out, half of the batch begins again.
 
 Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p;
 at temperature 0, which draws nothing, those of temperature 1.
@@ -69,8 +62,8 @@ class Request:
     seed: int = 0  # the same for all requests of a round
     stream: int = 0  # another one for each agent
     chat: list[Message] | None = None  # the prompt as messages, for a server
-    sampler: Any = None  # whom the loop in core/episodes.py asks
-    max_tokens: int = 0  # its own limit, at most that of `params`; 0: that one
+    sampler: Any = None  # the Sampler that gets the request (core/episodes.py)
+    max_tokens: int = 0  # limit of this completion, at most that of `params`; 0: that of `params`
 
     def __post_init__(self) -> None:
         self.max_tokens = min(self.max_tokens or self.params.max_tokens, self.params.max_tokens)
@@ -114,16 +107,16 @@ class Sampler(ABC):
         before each step; an exception that it raises ends the sampling.
         """
         requests = [Request(prompt, params, params.seed, i) for i, prompt in enumerate(prompts)]
-        ended: dict[Request, Completion] = {}
+        completions: dict[Request, Completion] = {}
         try:
             for request in requests:
                 self.add(request)
-            while len(ended) < len(requests):
+            while len(completions) < len(requests):
                 on_progress()
-                ended |= self.step()
+                completions |= self.step()
         finally:
             self.clear()
-        return [ended[request] for request in requests]
+        return [completions[request] for request in requests]
 
     def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
         """Makes the weights of the optimizer's steps take effect. Call it before sampling again."""
@@ -153,7 +146,7 @@ class TorchSampler(Sampler):
         self.waiting = deque[Request]()
         self.batch: list[_Partial] = []
         self.cache: Any = None  # keys and values of the batch, and the logits of its next tokens
-        self.ended: list[tuple[Request, Completion]] = []
+        self.completions: list[tuple[Request, Completion]] = []  # for the next return of `step`
 
     def add(self, request: Request) -> None:
         completion_limit(self.policy, request)  # raises if the prompt is too long
@@ -170,8 +163,8 @@ class TorchSampler(Sampler):
             memory_ran_out = True  # handled below, because the traceback keeps tensors alive
         if memory_ran_out:
             self._begin_again_with_half()
-        ended, self.ended = self.ended, []
-        return ended
+        completions, self.completions = self.completions, []
+        return completions
 
     @torch.inference_mode()
     def _sample_tokens(self) -> None:
@@ -201,38 +194,38 @@ class TorchSampler(Sampler):
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
         logits = self.cache.logits[rows]  # [C, V]
-        numbers = [c.uniform[len(c.token_ids)] for c in self.batch]
-        uniform = torch.tensor(numbers, dtype=torch.float64)
+        uniform_list = [partial.uniform[len(partial.token_ids)] for partial in self.batch]
+        uniform = torch.tensor(uniform_list, dtype=torch.float64)
         drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
-        kept: Iterable[list[int] | None] = repeat(None, len(drawn))
+        kept_ids: Iterable[list[int] | None] = repeat(None, len(drawn))
         if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()
-            kept = (row.nonzero().squeeze(1).tolist() for row in likely)
-        return zip(drawn.tolist(), logprobs.tolist(), kept, strict=True)
+            kept_ids = (row.nonzero().squeeze(1).tolist() for row in likely)
+        return zip(drawn.tolist(), logprobs.tolist(), kept_ids, strict=True)
 
     def _end(self, draws: Iterable[tuple[int, float, list[int] | None]]) -> None:
         """Appends the tokens; completions that end, with a stop token or at their limit, leave."""
         going: list[_Partial] = []
-        for partial, (token_id, logprob, kept) in zip(self.batch, draws, strict=True):
+        for partial, (token_id, logprob, kept_ids) in zip(self.batch, draws, strict=True):
             ids, stop = partial.token_ids, partial.request.params.stop
             ids.append(token_id)
             partial.logprobs.append(logprob)
-            if kept is not None:
-                partial.kept_ids.append(kept)
+            if kept_ids is not None:
+                partial.kept_ids.append(kept_ids)
             has_ended = token_id in self.policy.stop_ids or ends_with(self.policy, ids, stop)
             if not has_ended and len(ids) < partial.limit:
                 going.append(partial)
                 continue
-            kept_ids = partial.kept_ids or None
-            completion = to_completion(self.policy, ids, partial.logprobs, kept_ids, stop)
-            self.ended.append((partial.request, completion))
+            all_kept_ids = partial.kept_ids or None
+            completion = to_completion(self.policy, ids, partial.logprobs, all_kept_ids, stop)
+            self.completions.append((partial.request, completion))
         self.batch = going
         if not going:
             self.cache = None
 
     def _regroup(self) -> None:
         """The next rows are the distinct pairs of a row and the token after it; computes these."""
-        next_row: dict[tuple[int, int], int] = {}  # (row now, token) -> row in the next step
+        next_row: dict[tuple[int, int], int] = {}  # (current row, token) -> row in the next step
         for partial in self.batch:
             pair = partial.row, partial.token_ids[-1]
             partial.row = next_row.setdefault(pair, len(next_row))
@@ -254,9 +247,9 @@ class TorchSampler(Sampler):
                 "--max-turns, or use a smaller model"
             )
         self.max_batch = len(batch) // 2
-        self.say(f"out of memory while sampling {len(batch)} completions at once: "
-                 f"continuing with {self.max_batch}")  # fmt: skip
-        # from their beginning: the draws are the same
+        count = f"{len(batch)} completions at once"
+        self.say(f"out of memory while sampling {count}: continuing with {self.max_batch}")
+        # they begin again, with the same draws
         self.waiting.extendleft(partial.request for partial in reversed(batch))
 
 
@@ -280,8 +273,8 @@ def completion_limit(policy: Policy, request: Request) -> int:
     """
     length, limit = len(request.prompt), policy.max_length
     if length >= limit:
-        raise UsageError(f"a prompt of {length} tokens does not fit into {limit} tokens, the "
-                         "smaller of --max-model-len and the model's context length")  # fmt: skip
+        context = f"{limit} ({policy.limited_by})"
+        raise UsageError(f"a prompt of {length} tokens does not fit into {context}")
     return min(request.max_tokens, limit - length)
 
 
@@ -292,14 +285,14 @@ def to_completion(
     kept_ids: list[list[int]] | None = None,
     stop: Sequence[str] = (),
 ) -> Completion:
-    """Builds a Completion; its text leaves out the stop token, if the last token is one, but not a
-    text of `stop`, with which it ends: the tokens after that, of an engine that samples on, go.
+    """Builds a Completion, without the tokens after a text of `stop`, as an engine may sample on.
+    The text of the completion leaves out a stop token at its end, but not a text of `stop`.
 
     Raises Fault if a log-prob is NaN: then the model's logits are not finite.
     """
     if any(map(math.isnan, logprobs)):
-        raise Fault("the model's logits are no longer finite: start again with a lower --lr, or "
-                    "with --dtype bfloat16 or float32")  # fmt: skip
+        hint = "start again with a lower --lr, or with --dtype bfloat16 or float32"
+        raise Fault(f"the model's logits are no longer finite: {hint}")
     if stop:
         lengths = range(1, len(token_ids))
         end = next((n for n in lengths if ends_with(policy, token_ids[:n], stop)), len(token_ids))

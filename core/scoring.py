@@ -23,15 +23,14 @@ def predict(
 
     Tokens with the same beginning may share one of the U hidden states, which the last layer turns
     into logits; `micro.predictors` [n] says which one predicts which token. Log-probs and values
-    have gradients, the entropy only with `entropy_grad`. `divergence`: of an algorithm that learns
-    from feedback; adds what it is from the teacher (core/feedback.py), unless no turn has one.
+    have gradients, the entropy only with `entropy_grad`. With `divergence`, that of an algorithm
+    that learns from feedback, adds the divergence [n] from the teacher, if a turn has feedback.
     """
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)  # [U, D]
     compare = divergence and feedback.teacher(divergence, policy, micro, temperature)
-    vectors = token_logprobs(
-        hidden, micro.predictors, micro.targets, policy.to_logits, temperature,
-        policy.logits_chunk, micro.kept_ids, entropy_grad, compare,
-    )  # fmt: skip
+    tokens = hidden, micro.predictors, micro.targets
+    options = policy.logits_chunk, micro.kept_ids, entropy_grad, compare
+    vectors = token_logprobs(*tokens, policy.to_logits, temperature, *options)
     outputs = dict(zip(("logprobs", "entropy", "varentropy", "divergence"), vectors, strict=False))
     if policy.value_head is not None:
         values = policy.value_head(hidden.float()).squeeze(-1)  # [U]
@@ -41,18 +40,19 @@ def predict(
 
 @torch.no_grad()
 def score_tokens(
-    policy: Policy, batch: Batch, temperature: float, here: list[Sequence] | None = None
+    policy: Policy, batch: Batch, temperature: float, sequences: list[Sequence] | None = None
 ) -> dict[str, Tensor]:
     """`logprobs` and, with a value head, `values` of all sampled tokens; [S], on the CPU.
 
-    `here`: of the tokens of these sequences only, on this rank alone.
+    `sequences`: computes only the tokens of these, on this rank alone; others are 0.
     """
-    names = ["logprobs"] + ["values"] * (policy.value_head is not None)
-    found = {name: torch.zeros(len(batch)) for name in names}
-    for micro in micro_batches(policy, batch) if here is None else cut(here, policy):
+    names = ["logprobs"] if policy.value_head is None else ["logprobs", "values"]
+    vectors = {name: torch.zeros(len(batch)) for name in names}
+    micros = micro_batches(policy, batch) if sequences is None else cut(sequences, policy)
+    for micro in micros:
         outputs = predict(policy, micro, temperature)
         for name in names:
-            found[name][micro.numbers] = outputs[name].cpu()
-    if here is None:
-        distributed.all_reduce_sum([*found.values()])  # each rank has scored its own sequences
-    return found
+            vectors[name][micro.numbers] = outputs[name].cpu()
+    if sequences is None:
+        distributed.all_reduce_sum([*vectors.values()])  # each rank has scored its own sequences
+    return vectors

@@ -66,9 +66,8 @@ def share_weights(model: Any, engine_model: Any) -> None:
     """Makes both models use the same tensors.
 
     What vLLM fuses, pads or transposes becomes a new tensor in vLLM's layout, of which the Hugging
-    Face parameters are views. LoRA adapters are left out. Parameters that are no such views get
-    memory of their own, and vLLM's loader fills them. Raises RuntimeError, before it changes
-    anything, if weights are trained that vLLM would have copies of.
+    Face parameters are views; vLLM's loader fills its other parameters. Leaves LoRA adapters out.
+    Raises RuntimeError, before it changes anything, if a weight that vLLM has to copy is trained.
     """
     weights = base_weights(model)
     all_views, to_load = find_views(model, engine_model)
@@ -143,10 +142,10 @@ def adapter_slots(model: nn.Module, engine_model: nn.Module) -> list[AdapterSlot
         if isinstance(layer, LoraLayer):
             weight: Any = layer.get_base_layer().weight
             engine_layer = engine_layers.get(weight.untyped_storage().data_ptr())
-            found = _slots_of_layer(layer, weight, engine_layer) if engine_layer else []
-            if sum(len(slot.B) for slot in found) != len(weight):
+            layer_slots = _slots_of_layer(layer, weight, engine_layer) if engine_layer else []
+            if sum(len(slot.B) for slot in layer_slots) != len(weight):
                 raise RuntimeError(f"vLLM has no LoRA adapter for the layer {name}")
-            slots += found
+            slots += layer_slots
     return slots
 
 
@@ -168,9 +167,8 @@ def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]
     """Returns, by parameter of vLLM's model, the views of it that are Hugging Face weights.
 
     Leaves out each parameter that vLLM computes, pads with other numbers, or has in another dtype,
-    and all if the loader reads numbers. The second result is the names of the weights that vLLM
-    has to load into those. Raises RuntimeError for a parameter without a weight. Changes neither
-    model.
+    and all parameters if the loader reads values of weights. The second result is the names of the
+    weights that vLLM has to load into these. Raises RuntimeError for a parameter without a weight.
     """
     weights = base_weights(model)
     try:
@@ -183,12 +181,12 @@ def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]
         copies = trace.copies[name]
         if not copies and name not in trace.computed:
             raise RuntimeError(f"vLLM loads no weight into {name}")
-        found = None if name in trace.computed else _views(parameter, copies, weights)
+        own_views = None if name in trace.computed else _views(parameter, copies, weights)
         padding = parameter.numel() - sum(prod(copy.target.shape) for copy in copies)
         is_filled = padding == 0 or (padding > 0 and name in trace.zeroed)
-        if found and found.keys() <= unused and is_filled:
-            views[name] = found
-            unused -= found.keys()
+        if own_views and own_views.keys() <= unused and is_filled:
+            views[name] = own_views
+            unused -= own_views.keys()
         else:
             to_load |= {copy.weight for copy in copies}
     return views, to_load | unused
