@@ -80,8 +80,7 @@ def compute_advantages(tokens: Tokens, options: Any) -> Tensor:  # Any: also Opt
     """[S]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
     With --credit episode, the default, a rollout counts as one turn. Turn k is compared with turn k
-    of all rollouts of the group. Rollouts that --mask-truncated-completions keeps out of the loss
-    are compared, too.
+    of all rollouts of the group, also of those that --mask-truncated-completions leaves out.
 
     >>> tokens = Tokens(rewards=torch.tensor([0.0, 1.0, 0.0]), rollout=torch.tensor([0, 0, 1]),
     ...                 turn=torch.zeros(3).long(), group=torch.zeros(3).long(),

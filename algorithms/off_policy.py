@@ -21,8 +21,7 @@ def sampler_ratio(tokens: Tokens, level: WeightLevel) -> Tensor:
         product     the product of the ratios in the sequence: its exact weight
                     (`sequence` in TRL and verl)
 
-    Only the product with an infinite cap leaves the expected gradient unbiased, at a variance that
-    grows with the length.
+    Only the product, without a cap, is unbiased; its variance grows with the length.
     """
     log_ratio = (tokens.old_logprobs - tokens.sampler_logprobs).detach()
     if level == "geometric":

@@ -106,7 +106,7 @@ def gae(tokens: Tokens, gae_lambda: float) -> Tensor:
     """
     vectors = tokens.rollout, tokens.rewards, tokens.old_values, tokens.discounts
     columns = [vector.tolist() for vector in vectors]  # Python floats have 64 bits
-    rows = [*zip(*columns, strict=True)]  # a row for each token
+    rows = [*zip(*columns, strict=True)]
     advantages = []
     advantage, next_value, next_rollout = 0.0, 0.0, None
     for rollout, reward, value, discount in reversed(rows):

@@ -13,8 +13,7 @@ for each rollout the mean of the other rollouts of its group (leave-one-out: RLO
 arXiv:2402.14740), or 0. A mean that includes the rollout's own return multiplies the expected
 gradient by 1 - 1 / (number of rollouts in it); the leave-one-out mean leaves it as it is. The
 default token weights depend on the sampled lengths; with them both hold approximately. `normalize`
-shifts and scales the advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens in
-the loss.
+shifts and scales the advantages R - b over all tokens in the loss (REINFORCE++, arXiv:2501.03262).
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
@@ -90,8 +89,7 @@ def compute_loss(tokens: Tokens, options: Options) -> tuple[Tensor, dict[str, fl
 
     Its gradient is the policy gradient, with the sign for descent; its value says nothing about how
     good the policy is. w are the importance weights (off_policy.py); sg[ρ] is ρ without gradient.
-    Gradients flow through `tokens.logprobs`. Returns the loss, and metrics as plain sums over the
-    tokens in it.
+    Gradients flow through `tokens.logprobs`. Returns the loss, and metrics as sums over its tokens.
     """
     ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()  # [n]
     factor = tokens.importance_weights * ratio * tokens.advantages

@@ -37,8 +37,7 @@ def token_logprobs(
     token; `targets` [n]: the ids of the tokens; `to_logits` maps [l, D] to [l, V]. Returns three
     float32 vectors [n], in nats and nats². Gradients flow through the log-probs, and with
     `entropy_grad` through the entropy. The varentropy is the variance of -log π(x), whose mean is
-    the entropy. `compare` adds a fourth vector, computed from the whole distributions. `kept_ids`:
-    see `only_kept`.
+    the entropy. `compare` adds a fourth vector, from the whole distributions (`kept_ids`: below).
 
     There is one row of logits for each distinct prefix after which a token was sampled. If these
     are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
@@ -80,9 +79,8 @@ def only_kept(logits: Tensor, kept_ids: Sequence[list[int] | None]) -> Tensor:
     """`logits` [n, V] with -1e30 in each row i for all but the ids `kept_ids[i]` (None: all stay).
 
     Top-k and top-p kept these ids when the token was sampled, so the softmax is over them only
-    (arXiv:2512.02556, section 3.1). Otherwise the importance weights would be too small by a
-    factor, the total probability of the kept ids. -1e30 is finite, as 0 · -inf is not 0 in the
-    entropy.
+    (arXiv:2512.02556, section 3.1). Otherwise the importance weights would be too small by the
+    total probability of the kept ids. The entropy needs a finite -1e30, as 0 · -inf is not 0.
     """
     places = [(i, j) for i, ids in enumerate(kept_ids) for j in ids or []]
     index = torch.tensor(places, dtype=torch.int64, device=logits.device).view(-1, 2)

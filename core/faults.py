@@ -7,7 +7,6 @@ from environments.base import UsageError  # the first of them: exit code 2
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()
 }
-
 # in the messages of PyTorch's allocators for GPUs, CPUs and Apple's GPUs
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 

@@ -1,7 +1,7 @@
-"""What settings of TRL's GRPOTrainer, of verl and of other trainers are called here.
+"""picoRL's flags for the settings of TRL's GRPOTrainer, of verl and of other trainers.
 
-A value that begins with -- is what to write in their place; any other one is the reason why no flag
-has that meaning. environments/README.md has the rows as a table.
+A value that begins with -- is what to write in place of the names before it; any other one says why
+no flag has their meaning. environments/README.md has the rows as a table.
 """
 
 MINIBATCHES = "gradient steps in a pass over the rollouts are counted: --num-minibatches"
@@ -65,4 +65,4 @@ OTHER_NAMES = {
     "output_dir": "all runs are in runs/, in a folder that --run-name names",
     "report_to": "--track",
 }
-ADVICE = {name: said for names, said in OTHER_NAMES.items() for name in names.split()}
+ADVICE = {name: advice for names, advice in OTHER_NAMES.items() for name in names.split()}

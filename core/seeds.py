@@ -19,6 +19,6 @@ OTHER_AGENTS = 7
 
 
 @lru_cache(maxsize=4096)  # the episodes of a round share theirs
-def derive_seed(*numbers: int) -> int:
-    """A seed below 2**63 from non-negative integers; other numbers give an independent seed."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+def derive_seed(*key: int) -> int:
+    """A seed below 2**63 from non-negative integers; other integers give an independent seed."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1

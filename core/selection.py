@@ -28,8 +28,8 @@ def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rol
     if failed := [rollout for rollout in rollouts if has_failed(rollout)]:
         first, count = failed[0], num_episodes(failed)
         total = count + num_episodes([r for r in rollouts if not has_failed(r)])
-        warning = (f"{count} of {total} episodes failed; the first one, {first.env} "
-                   f"with seed {first.seed}: {first.error}").replace("\n", " ")  # fmt: skip
+        example = f"{first.env} with seed {first.seed}: {first.error}".replace("\n", " ")
+        warning = f"{count} of {total} episodes failed; the first one, {example}"
         if count > MAX_FAILED * total:
             raise EpisodesFailed(warning)
         say(warning)
@@ -43,15 +43,15 @@ def has_failed(rollout: Rollout) -> bool:
 
 def check_feedback(cfg: Config, rollouts: list[Rollout]) -> None:
     """Raises UsageError if the algorithm learns from feedback and an environment gives none."""
-    spoken = {r.env for r in rollouts if any(turn.feedback_ids for turn in r.turns)}
-    silent = {r.env for r in rollouts} - spoken
-    if "feedback" in needs(cfg) and silent:
-        raise UsageError(f"--algo {cfg.algo}: {min(silent)} never says what would have been right; "
-                         "add demonstrate() or Step(feedback=..)")  # fmt: skip
+    with_feedback = {r.env for r in rollouts if any(turn.feedback_ids for turn in r.turns)}
+    without = {r.env for r in rollouts} - with_feedback
+    if "feedback" in needs(cfg) and without:
+        fault = "never says what would have been right; add demonstrate() or Step(feedback=..)"
+        raise UsageError(f"--algo {cfg.algo}: {min(without)} {fault}")
 
 
 def num_episodes(rollouts: list[Rollout]) -> int:
-    """In how many episodes they were played: each has at most one rollout of an agent."""
+    """The number of episodes of these rollouts; each has at most one rollout of an agent."""
     return sum(max(Counter(r.agent for r in task).values()) for task in by_task(rollouts))
 
 

@@ -32,9 +32,8 @@ SEVERAL = [name for name, value in vars(Config()).items() if type(value) is tupl
 REMOVED = """adapter_folder env_instances eval_samples fp32_head gradient_checkpointing keep_best
     kl_in lora_alpha microscope min_p offload_optimizer overlong_buffer patience reward_coef
     shard_optimizer stop_on template_date thinking vllm_eager""".split()
-
-
-FIRST = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # what decides on the others
+# reads the settings that decide which other settings there are
+FIRST = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 for word in ("--algo", "--config", "--resume"):
     FIRST.add_argument(word, default="")
 
@@ -50,18 +49,18 @@ def parse(args: list[str]) -> Config:
         if advice and name.startswith("--"):
             write = "write " if advice.startswith("--") else ""
             raise UsageError(f"{name} is no flag; {write}{advice}")
-    given, _ = FIRST.parse_known_args([word for word in args if word not in ("-h", "--help")])
-    if not (file := config_file(given.config, given.resume)):
-        return _parse_flags(args, given.algo or Config.algo)
+    first, _ = FIRST.parse_known_args([word for word in args if word not in ("-h", "--help")])
+    file = config_file(first.config, first.resume)
+    if file is None:
+        return _parse_flags(args, first.algo or Config.algo)
     alpha, rank = (read_settings(file).get(name, 0) for name in ("lora_alpha", "lora_rank"))
-    if given.resume and alpha not in (0, 2 * rank):
-        raise UsageError(f"{file}: lora_alpha is {alpha:g}, and picoRL takes twice "
-                         "the rank now: start another run")  # fmt: skip
+    if first.resume and alpha not in (0, 2 * rank):
+        raise UsageError(f"{file}: lora_alpha is {alpha:g}, not twice the rank: start another run")
     chosen, saved = read_file(file)
-    if given.algo and name_of(given.algo) != name_of(saved.algo):
+    if first.algo and name_of(first.algo) != name_of(saved.algo):
         chosen.pop(name_of(saved.algo), None)
-    cfg = _parse_flags([*as_words(chosen), *args], given.algo or saved.algo)
-    if not given.resume:
+    cfg = _parse_flags([*as_words(chosen), *args], first.algo or saved.algo)
+    if not first.resume:
         return cfg
     if cfg.run_name not in ("", file.parent.name):
         raise UsageError(f"--run-name {cfg.run_name}: a resumed run keeps its folder; remove it")
@@ -72,15 +71,17 @@ def complete(cfg: Config) -> Config:
     """The settings in which `cfg` differs from the defaults, over those of the file of its `config`
     or `resume`. Raises UsageError."""
     usual = vars(Config())
-    given = {k: v for k, v in vars(cfg).items() if v != usual[k]}
-    for name in given.keys() & {*SEVERAL}:
-        given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
-    base = parse([f"{flag(k)}={given[k]}" for k in ("algo", "config", "resume") if k in given])
-    if "options" in given and (cfg.config or cfg.resume):
-        defaults = vars(type(cfg.options)())
-        chosen = {k: v for k, v in vars(cfg.options).items() if v != defaults[k]}
-        given["options"] = replace(base.options, **chosen)  # type: ignore[type-var]
-    return replace(base, **given | {"resume": base.resume})
+    changed = {name: value for name, value in vars(cfg).items() if value != usual[name]}
+    for name in changed.keys() & {*SEVERAL}:
+        value = changed[name]
+        changed[name] = (value,) if isinstance(value, str) else tuple(value)
+    first = [name for name in ("algo", "config", "resume") if name in changed]
+    base = parse([f"{flag(name)}={changed[name]}" for name in first])
+    if "options" in changed and (cfg.config or cfg.resume):
+        usual = vars(type(cfg.options)())
+        chosen = {name: value for name, value in vars(cfg.options).items() if value != usual[name]}
+        changed["options"] = replace(base.options, **chosen)  # type: ignore[type-var]
+    return replace(base, **changed | {"resume": base.resume})
 
 
 def config_to_dict(cfg: Config) -> dict[str, Any]:
@@ -113,10 +114,10 @@ def as_words(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def read_file(file: Path) -> tuple[dict[str, Any], Config]:
-    """The settings of a config.yaml that were chosen, and all that it says. Imports the algorithm.
+    """The settings that a config.yaml chooses, and all of its settings. Imports the algorithm.
 
-    Those that follow from other settings are not chosen: they are to follow from what a flag
-    changes. Raises UsageError.
+    A setting with the default that follows from others is not chosen, so that it follows from
+    those that a flag changes. Raises UsageError.
     """
     settings = read_settings(file)
     if removed := [name for name in REMOVED if settings.pop(name, None) is not None]:
@@ -124,7 +125,7 @@ def read_file(file: Path) -> tuple[dict[str, Any], Config]:
     if never := settings.keys() & {"options", *COMMAND_LINE_ONLY}:
         raise UsageError(f"{file}: {never.pop()!r} is not a setting for a file; remove it")
     algo = str(settings.get("algo", Config.algo))
-    copy = file.with_name(Path(algo).name).absolute()  # that a run keeps
+    copy = file.with_name(Path(algo).name).absolute()  # of a file of the user's, in the run folder
     if is_file(algo) and not Path(absolute_algorithm(algo)).exists() and copy.exists():
         settings["algo"] = algo = str(copy)
     try:
@@ -138,12 +139,12 @@ def read_file(file: Path) -> tuple[dict[str, Any], Config]:
         settings = {k: v for k, v in settings.items() if getattr(cfg, k, v) != follows.get(k, ...)}
     preset = cfg.options.presets.get(cfg.options.loss_type, {})
     options = (settings.get(name_of(algo)) or {}).items()
-    own = {k: v for k, v in options if getattr(cfg.options, k) != preset.get(k, ...)}
-    return settings | {name_of(algo): own}, cfg
+    chosen = {k: v for k, v in options if getattr(cfg.options, k) != preset.get(k, ...)}
+    return settings | {name_of(algo): chosen}, cfg
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """What a config.yaml says. Raises UsageError unless it is settings with their values."""
+    """The content of a config.yaml. Raises UsageError unless it is settings with their values."""
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -170,14 +171,14 @@ def by_flag(settings: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def find_run(given: str) -> Path | None:
-    """The folder of the run that `given` names, with or without runs/; None if there is none."""
-    folders = (Path(given).expanduser(), config.RUNS / given)
+def find_run(name: str) -> Path | None:
+    """The folder of a run, whose `name` may begin with runs/; None if there is no such run."""
+    folders = (Path(name).expanduser(), config.RUNS / name)
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
 def known_runs() -> str:
-    """Some of the runs that there are, for the message about one that there is not."""
+    """Names of existing runs, for the message about a run that does not exist."""
     names = sorted(file.parent.name for file in config.RUNS.glob("[!.]*/config.yaml"))[:MAX_NAMES]
     return f"{config.RUNS}/ has {', '.join(names)}" if names else f"{config.RUNS}/ has no runs"
 
@@ -187,14 +188,15 @@ def config_file(config: str, resume: str) -> Path | None:
     of --config; None without the two. Raises UsageError if there is none."""
     if config and resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
-    if not (given := config or resume):
+    if not config and not resume:
         return None
-    if config and (file := Path(config).expanduser()).is_file():
+    file = Path(config).expanduser()
+    if config and file.is_file():
         return file
-    if run := find_run(given):
+    if run := find_run(config or resume):
         return run / "config.yaml"
-    what = f"--config {config}: no file and no" if config else f"--resume {resume}: no"
-    raise UsageError(f"{what} run has this name; {known_runs()}")
+    start = f"--config {config}: no file and no" if config else f"--resume {resume}: no"
+    raise UsageError(f"{start} run has this name; {known_runs()}")
 
 
 @cache  # as a command reads its file twice
@@ -224,8 +226,10 @@ def _parse_flags(args: list[str], algo: str) -> Config:
     command: Any = dataclasses.make_dataclass("Command", [*fields, ("options", kind)])
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
     default = command(*(group() for group in GROUPS), options)
-    found = tyro.cli(
+    nested = tyro.cli(
         command, prog="train.py", description=Config.__doc__, args=args, default=default
     )
-    flat = {k: v for group in GROUPS for k, v in vars(getattr(found, group.__name__)).items()}
-    return Config(**flat, options=found.options)
+    flat: dict[str, Any] = {}
+    for group in GROUPS:
+        flat |= vars(getattr(nested, group.__name__))
+    return Config(**flat, options=nested.options)

@@ -42,7 +42,7 @@ class Task:
     hasty: bool = False  # for a demonstration: a well-formed guess instead of a worked answer
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "env", EnvSpec.read(self.env))  # of a text, too
+        object.__setattr__(self, "env", EnvSpec.read(self.env))  # which may be a text
 
 
 def begin(cfg: Config) -> RunInfo:
@@ -85,17 +85,14 @@ def train_tasks(
 def demo_tasks(
     envs: list[EnvSpec], seed: int, step: int, batch_size: int, hasty: float
 ) -> list[Task]:
-    """The tasks of a warm-start step, one demonstration each; it is a hasty guess with probability
-    `hasty`.
-
-    Environments take turns.
-    """
+    """The tasks of a warm-start step, a demonstration each, which is a guess with probability
+    `hasty`. Environments take turns."""
     rng = random.Random(derive_seed(seed, DEMONSTRATIONS, step))
-    return [
-        Task(envs[(step * batch_size + i) % len(envs)], rng.choice(DEMO_SEEDS), i,
-             hasty=rng.random() < hasty)
-        for i in range(batch_size)
-    ]  # fmt: skip
+    tasks = []
+    for i in range(batch_size):
+        env, task_seed = envs[(step * batch_size + i) % len(envs)], rng.choice(DEMO_SEEDS)
+        tasks.append(Task(env, task_seed, i, hasty=rng.random() < hasty))
+    return tasks
 
 
 def eval_tasks(envs: Sequence[str | EnvSpec], num_tasks: int) -> list[Task]:
@@ -111,12 +108,12 @@ def eval_tasks(envs: Sequence[str | EnvSpec], num_tasks: int) -> list[Task]:
 
 
 def training_envs(cfg: Config, level: int = 0) -> list[EnvSpec]:
-    """Those to train on: at --train-difficulty, `level` steps of the curriculum harder."""
+    """The training environments: at --train-difficulty, `level` steps of the curriculum harder."""
     return [harder(with_difficulty(env, cfg.train_difficulty), level) for env in cfg.env]
 
 
 def held_out_envs(cfg: Config) -> list[EnvSpec]:
-    """Those to evaluate on: --eval-env, or those of --env at the training difficulty."""
+    """The evaluation environments: --eval-env, or those of --env at the training difficulty."""
     return [with_difficulty(env, 0) for env in cfg.eval_env] or training_envs(cfg)
 
 
@@ -130,8 +127,8 @@ def with_difficulty(spec: EnvSpec, difficulty: int) -> EnvSpec:
     """
     key = difficulty_key(spec) if spec.values else None
     if difficulty and key:
-        others = {k: v for k, v in spec.options.items() if k != key}
-        spec = replace(spec, options=others | {key: str(difficulty)})
+        options = {name: value for name, value in spec.options.items() if name != key}
+        spec = replace(spec, options=options | {key: str(difficulty)})
     check_builds(spec, spec.constructor)
     return spec
 
@@ -177,9 +174,8 @@ def check_demonstrations(envs: Sequence[EnvSpec]) -> None:
         except Exception as error:  # it would fail in every warm-start step
             raise UsageError(f"--env {spec} fails: {describe_error(error)}") from error
         if demonstration is None:
-            raise UsageError(
-                f"--env {spec} has no demonstrations: write demonstrate(), or take --sft-steps 0"
-            )
+            hint = "write demonstrate(), or take --sft-steps 0"
+            raise UsageError(f"--env {spec} has no demonstrations: {hint}")
 
 
 def difficulty_key(spec: EnvSpec) -> str | None:

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from environments.base import Message
 
-FinishReason = Literal["stop", "length", "error"]  # the policy ended its turn; it hit the token
-# limit; a server gave no completion, and its episode fails: `text` says why
+# stop: the policy ended its turn; length: it hit the token limit; error: a server gave no
+# completion, and the episode fails: `text` says why
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Completion:
     logprobs: list[float]
     text: str  # without the end-of-turn token
     finish_reason: FinishReason
-    # for each token the ids that --top-p and --top-k left: the trainer's softmax is over the same.
-    # None: all
+    # for each token the ids that --top-p and --top-k kept, None: all. The trainer's softmax is over
+    # the same ids
     kept_ids: list[list[int]] | None = None
 
 
@@ -41,7 +42,7 @@ class Turn:
     finish_reason: FinishReason
     reward: float = 0.0
     kept_ids: list[list[int]] | None = None  # as in Completion
-    # the prompt that shows what would have been right and asks again (core/feedback.py); [] if none
+    # a prompt with a right answer, then the question again (core/feedback.py); [] without feedback
     feedback_ids: list[int] = field(default_factory=list)
 
 
@@ -59,10 +60,10 @@ class Rollout:
     episode_truncated: bool = False
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
     env_failure: bool = False  # it raised EnvFailure: neither trained on nor evaluated
-    no_reward: bool = False  # by NoReward, as nobody could judge it: no failure
+    no_reward: bool = False  # it raised NoReward, as nobody could judge it: not a failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
     steps: list[tuple[float, bool]] = field(default_factory=list)  # reward and fresh of each Step
-    # what rollouts.jsonl has besides, such as "tools" and "token_traces"
+    # further fields of the rollout in rollouts.jsonl, such as "tools" and "token_traces"
     for_log: dict[str, Any] = field(default_factory=dict)
 
     @property
