@@ -156,18 +156,19 @@ def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
     openings: dict[tuple[str, int], list[Hashable]] = defaultdict(list)
     continuations: dict[int, tuple] = {}  # of each beginning
     seeds_differ = set()
-    for r in rollouts:
+    for rollout in rollouts:
+        env, turns = rollout.env, rollout.turns
         # without a turn the environment has failed, and the opening is unknown
-        openings[r.env, r.seed].append(tuple(r.turns[0].prompt_ids) if r.turns else r.seed)
-        if r.error:
+        openings[env, rollout.seed].append(opening_of(rollout) if turns else rollout.seed)
+        if rollout.error:
             continue
-        beginning = hash((r.env, r.agent))
-        for turn, following in itertools.zip_longest(r.turns, r.turns[1:]):
+        beginning = hash((env, rollout.agent))
+        for turn, following in itertools.zip_longest(turns, turns[1:]):
             beginning = hash((beginning, tuple(turn.prompt_ids), tuple(turn.completion_ids)))
-            end = following.prompt_ids if following else is_correct(r)
+            end = following.prompt_ids if following else is_correct(rollout)
             continuation = (turn.reward, end)
             if continuations.setdefault(beginning, continuation) != continuation:
-                seeds_differ.add(r.env)
+                seeds_differ.add(env)
     return {
         (env, seed): seed if env in seeds_differ else tuple(prompts)
         for (env, seed), prompts in openings.items()

@@ -133,9 +133,9 @@ def fraction_unequal(a: list[Tensor], b: list[Tensor]) -> float:
 def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
     """Metrics of an update's prompts, answers, advantages and values, after the gradient steps."""
     rollouts = batch.rollouts
-    metrics: dict[str, Any] = {}
     if not rollouts:
-        return metrics
+        return {}
+    metrics: dict[str, Any] = {}
     groups: dict[int, list[int]] = defaultdict(list)  # group -> rows, places in `rollouts`
     for row, rollout in enumerate(rollouts):
         groups[rollout.group_id].append(row)

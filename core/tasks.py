@@ -63,12 +63,7 @@ def begin(cfg: Config) -> RunInfo:
 
 
 def train_tasks(
-    envs: Sequence[EnvSpec],
-    seed: int,
-    update: int,
-    num_prompts: int,
-    group_size: int,
-    attempt: int = 0,
+    envs: list[EnvSpec], seed: int, update: int, num_prompts: int, group_size: int, attempt: int = 0
 ) -> list[Task]:
     """The P tasks of an update, each G times in a row: [P·G]. Environments take turns.
 

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from environments.base import Message
 
-# stop: the policy ended its turn; length: it hit the token limit; error: a server gave no
-# completion, and the episode fails: `text` says why
+# the policy ended its turn; it hit the token limit; a server gave no completion (`text`: why)
 FinishReason = Literal["stop", "length", "error"]
 
 

@@ -53,7 +53,7 @@ class Copy(NamedTuple):
 
 
 class AdapterSlot(NamedTuple):
-    """A LoRA layer of rank r, or some of its rows: what is trained, and vLLM's tensors for it."""
+    """Weights of a LoRA layer of rank r, or some of its rows, and vLLM's tensors for them."""
 
     A: Tensor  # [r, in]
     B: Tensor  # [out, r]
@@ -195,7 +195,7 @@ def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]
 def _views(
     parameter: Tensor, copies: list[Copy], weights: dict[str, nn.Parameter]
 ) -> dict[str, View] | None:
-    """The view of `parameter` that each copied weight is; None if one is not."""
+    """For each weight that was copied into `parameter`, its view there; None if one has no view."""
     views = {}
     for name in dict.fromkeys(copy.weight for copy in copies):
         parts = [copy for copy in copies if copy.weight == name]
@@ -207,24 +207,25 @@ def _views(
 
 
 def whole_view(shape: tuple[int, ...], copies: list[Copy]) -> View | None:
-    """The view of a parameter that a weight is; None if its copied parts are not one view."""
-    own_strides = torch.empty(shape, device="meta").stride()
-    long = [stride for size, stride in zip(shape, own_strides, strict=True) if size > 1]
+    """The view of a parameter that holds a weight; None if its copied parts are not one view."""
+    weight_strides = torch.empty(shape, device="meta").stride()
+    long_strides = [s for size, s in zip(shape, weight_strides, strict=True) if size > 1]
     steps: dict[int, int] = {}  # stride in the weight -> stride in the parameter
     for copy in copies:
         for size, source, target in zip(*copy.source[:2], copy.target.strides, strict=True):
             if size > 1 and steps.setdefault(source, target) != target:
                 return None
-    if steps.keys() != set(long) or sum(prod(copy.source.shape) for copy in copies) != prod(shape):
+    num_copied = sum(prod(copy.source.shape) for copy in copies)
+    if steps.keys() != set(long_strides) or num_copied != prod(shape):
         return None
     offsets = set()  # of the weight's first number
     for copy in copies:
         offset, rest = copy.target.offset, copy.source.offset
-        for stride in long:  # from the largest
+        for stride in long_strides:  # from the largest
             index, rest = divmod(rest, stride)
             offset -= index * steps[stride]
         offsets.add(offset)
-    strides = tuple(steps.get(stride, 0) for stride in own_strides)
+    strides = tuple(steps.get(stride, 0) for stride in weight_strides)
     return View(shape, strides, offsets.pop()) if len(offsets) == 1 else None
 
 
@@ -253,7 +254,7 @@ def _drop_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 
 
 class _Trace(TorchDispatchMode):
-    """Records what happens to the targets instead of doing it."""
+    """Records the operations on the targets, vLLM's parameters, instead of running them."""
 
     def __init__(self, sources: dict[str, Tensor], targets: dict[str, Tensor]):
         super().__init__()
