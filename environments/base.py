@@ -29,10 +29,11 @@ FLAGS = ("done", "fresh", "truncated")  # of a step
 
 
 class Message(TypedDict):
-    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result. The one
-    message "raw" is a whole prompt, which is tokenized as it is, without the chat template.
+    """One chat message. `role` is "system", "user", "assistant", or "tool" for a tool's result. A
+    prompt may be one message with the role "raw", whose content is tokenized as it is, without the
+    chat template.
 
-    `tool_calls`: of an assistant's message in the history, in OpenAI's form.
+    `tool_calls`: the calls of an assistant's message, in OpenAI's form.
     """
 
     role: str
@@ -70,8 +71,8 @@ class EnvFailure(Exception):
 
 
 class NoReward(EnvFailure):
-    """Nobody could judge a response. The episode is left out of its group, as one that failed, but
-    it is no failure: it is counted by itself, and never ends a run."""
+    """No reward function applies to a response. The episode is left out of its group, as one that
+    failed, but metrics count it apart from failures, and it never ends a run."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +110,22 @@ class Step:
 
 
 def checked_openings(openings: Any) -> dict[str, list[Message]]:
-    """What `reset` returned, by agent. Raises TypeError if these are no lists of messages."""
+    """Returns what `reset` returned: the opening messages of each agent. Raises TypeError if it is
+    anything else."""
     if not isinstance(openings, dict):
-        raise TypeError(f"reset() returned {_kind(openings)}, not a dict of messages by agent")
+        raise TypeError(f"reset() returned {_type_of(openings)}, not a dict of messages by agent")
     for agent, messages in openings.items():
         is_list = isinstance(messages, list | tuple)
         if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise TypeError(f"reset() returned {_kind(messages)} for {agent}, not a list of "
-                            'messages, [user("..")]')  # fmt: skip
+            returned = f"reset() returned {_type_of(messages)} for {agent}"
+            raise TypeError(f'{returned}, not a list of messages, [user("..")]')
     return openings
 
 
 def checked_steps(steps: Any, is_single: bool) -> dict[str, Step]:
-    """What `step` returned, by agent, checked. Raises as `checked_step` does."""
+    """Returns the checked Step of each agent. Raises as `checked_step` does."""
     if not isinstance(steps, dict):
-        raise TypeError(f"step() returned {_kind(steps)}, not a dict of Steps by agent")
+        raise TypeError(f"step() returned {_type_of(steps)}, not a dict of Steps by agent")
     return {name: checked_step(step, name, is_single) for name, step in steps.items()}
 
 
@@ -134,7 +136,7 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     ValueError if the step is invalid; then training drops the episode.
     """
     if not isinstance(step, Step):
-        raise TypeError(f"step() returned {_kind(step)} for {agent}, not a Step")
+        raise TypeError(f"step() returned {_type_of(step)} for {agent}, not a Step")
     flags: dict[str, Any] = {name: _flag(agent, name, getattr(step, name)) for name in FLAGS}
     message, reward = step.message, step.reward
     if is_single and message is None and not flags["done"]:
@@ -145,7 +147,7 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
         raise ValueError(f"the reward of {agent} is {float(reward):g}, not within ±{MAX_REWARD:g}")
     if message is not None:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise TypeError(f'the message to {agent} is {_kind(message)}, not user("..")')
+            raise TypeError(f'the message to {agent} is {_type_of(message)}, not user("..")')
         if len(message["content"]) > MAX_MESSAGE:
             raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
     try:
@@ -157,8 +159,8 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
     return replace(step, reward=float(reward), info=info, **flags)
 
 
-def _kind(value: Any) -> str:
-    """What an environment returned, for a message about it."""
+def _type_of(value: Any) -> str:
+    """The type of what an environment returned, for an error message."""
     if inspect.iscoroutine(value):
         value.close()  # it would be reported as never awaited
         return "a coroutine (an environment is not async: `asyncio.run` within it, waits = True)"
@@ -182,10 +184,10 @@ def _to_list(value: Any) -> Any:
 
 
 class Response(str):
-    """A response of the policy. `token_ids`: all of its context after the opening messages, as they
-    were sampled, with the end of the turn. Where there are tools, `earlier`: the messages before it
-    that called some, and those with the results; `message`: it as a message, with its calls.
-    `is_last`: --max-turns allows no other."""
+    """A response of the policy. `token_ids`: the ids of its context after the opening messages,
+    with the end of the turn. Of an environment with tools also `earlier`: the messages since the
+    prompt, calls and their results; and `message`: the response as a message, with its calls.
+    `is_last`: --max-turns allows no further response."""
 
     token_ids: Sequence[int] = ()
     earlier: Sequence[Message] = ()
@@ -198,24 +200,24 @@ class RunInfo:
     """What a run tells its environments: see `Instance.begin_run`."""
 
     train_envs: Sequence[str]  # the specs of --env
-    eval_envs: Sequence[str]  # and of --eval-env
-    num_updates: int = 0  # in all; 0: none, or as many as --max-sampled-tokens allows
-    updates_done: int = 0  # that are complete; changes while the run goes on
+    eval_envs: Sequence[str]  # the specs of --eval-env
+    num_updates: int = 0  # of the whole run; 0: none, or as many as --max-sampled-tokens allows
+    updates_done: int = 0  # grows while the run goes on
 
 
 class Instance:
     """What environments for one agent and for several have in common.
 
-    `waits`: whether its calls wait for something, such as a server, a process or a judge. Then
-    those of several instances are made side by side, each in a thread; all others are made one
-    after the other, in the order of their episodes.
-    `alone`: whether an episode goes on as soon as its own answers are there, and does not wait for
-    the others: faster where some take much longer than others. A run that is repeated may then
-    differ in the last digits.
+    `waits`: whether a call of `reset` or `step` waits for something, such as a server, a process or
+    a judge. Calls of several instances that wait are made side by side, each in a thread; all
+    others are made one after the other, in the order of their episodes.
+    `alone`: whether an episode goes on as soon as its own responses are sampled, without waiting
+    for the other episodes: faster where some take much longer than others. A run that is repeated
+    may then differ in the last digits.
     `heavy`: whether each instance has a process, a container or a connection of its own. Then at
-    most 32 of them exist at the same time, on each rank.
-    `meanings`: for a number in `Step.info`, what its mean over rollouts is. Screen, picture and
-    report show it.
+    most 32 instances exist at the same time, on each rank.
+    `meanings`: for numbers in `Step.info`, what their mean over rollouts says. The screen, the
+    picture and the report show it.
     """
 
     waits: bool = False
@@ -226,10 +228,11 @@ class Instance:
     @classmethod
     def begin_run(cls, info: RunInfo) -> None:
         """Called once for each class of --env and --eval-env, before a run makes the first
-        instance: a data set may divide its rows, and read how far the run is from then on."""
+        instance. A class with a data set may divide its rows then; `info.updates_done` says at any
+        later time how far the run is."""
 
     def close(self) -> None:
-        """Frees what the instance holds. It is not used afterwards."""
+        """Frees what the instance holds. The run does not use the instance afterwards."""
 
 
 class Env(Instance, ABC):
@@ -281,9 +284,10 @@ class Env(Instance, ABC):
 
 def has_step_batch(env: Env) -> bool:
     """Whether the class steps several instances in one call, without tools to answer first."""
-    own: Any = type(env).step_batch
+    method: Any = type(env).step_batch
     default: Any = Env.step_batch
-    return getattr(own, "__func__", own) is not default.__func__ and not env.tools
+    is_overridden = getattr(method, "__func__", method) is not default.__func__
+    return is_overridden and not env.tools
 
 
 class MultiAgentEnv(Instance, ABC):
@@ -344,5 +348,5 @@ class SingleAgentEnv(MultiAgentEnv):
 
 
 def as_multi(env: Env | MultiAgentEnv) -> MultiAgentEnv:
-    """The environment as one for several agents, so that callers need no second path."""
+    """Returns a MultiAgentEnv for either, so that callers treat both in the same way."""
     return SingleAgentEnv(env) if isinstance(env, Env) else env

@@ -1,8 +1,8 @@
 """Compute with numbers of several digits; a tool does it exactly.
 
-`digits` 1 to 9 is the length of both numbers. The policy may answer at once, but a small model is
-nearly always wrong then; or it calls `calculate`, reads the result, and repeats it. One pair of
-numbers in eight is reserved for evaluation, in both orders for + and *.
+`digits`, 1 to 9, is the length of both numbers. The policy may answer at once, where a small model
+is nearly always wrong; or it calls `calculate`, reads the result, and repeats it. One pair of
+numbers in eight is reserved for evaluation, for + and * in both orders.
 
 Observation: one user message, for example
 
@@ -57,18 +57,20 @@ class Calculator(Env):
         self.tools = [self.calculate]
 
     def reset(self, seed: int) -> list[Message]:
-        rng, held_out = random.Random(seed), seed in EVAL_SEEDS
+        rng = random.Random(seed)
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
         while True:
-            a, b, operator = rng.randint(low, high), rng.randint(low, high), rng.choice(OPERATORS)
+            a, b = rng.randint(low, high), rng.randint(low, high)
+            operator = rng.choice(OPERATORS)
             terms = (a, b) if operator == "-" else sorted((a, b))
-            if is_held_out(f"{operator} {terms[0]} {terms[1]}") == held_out:
+            if is_held_out(f"{operator} {terms[0]} {terms[1]}") == (seed in EVAL_SEEDS):
                 break
         self.expression = f"{a} {operator} {b}"
         self.value = {"+": a + b, "-": a - b, "*": a * b}[operator]
-        size = len(str(abs(self.value)))
-        self.guess = rng.randint(10 ** (size - 1), 10**size - 1) * (-1 if self.value < 0 else 1)
-        self.result = ""  # of the last call
+        length = len(str(abs(self.value)))
+        guess = rng.randint(10 ** (length - 1), 10**length - 1)
+        self.guess = -guess if self.value < 0 else guess
+        self.result = ""  # of the last call of `calculate`
         ask = "Use the tool, or end with <answer>number</answer>."
         return [user(f"What is {self.expression}? {ask}")]
 
@@ -79,10 +81,10 @@ class Calculator(Env):
         Args:
             expression: Such as (2 + 3) * 4.
         """
-        found = value_of(expression)
-        if found is None:
+        value = value_of(expression)
+        if value is None:
             return "error: not an expression of integers with + - * / and brackets"
-        self.result = str(found)
+        self.result = str(value)
         return self.result
 
     def step(self, response: str) -> Step:

@@ -2,17 +2,17 @@ r"""Compose functions of words: in `abcd:RL`, apply R, then L to its result.
 
 The reward is for the last word alone, so a policy that knows each function has to find out by
 itself that the names after the first are to be applied as well, in their order. Two kinds of
-demonstration make the comparison: careless ones (`--sft-hasty 1`) apply the first function and
-often go on with others at random, which teaches the functions and never a composition; correct ones
-(`--sft-hasty 0`) show the answer, with its steps or, with `steps=false`, alone. After careless ones
-the policy answers no task greedily, and a few when it samples (runs/parts has the commands).
+demonstration can be compared: careless ones (`--sft-hasty 1`) apply the first function and often go
+on with others at random, which teaches the functions and never a composition; correct ones
+(`--sft-hasty 0`) show the answer, with its steps or, with `steps=false`, alone. After careless
+demonstrations greedy decoding solves no task, and sampling a few (runs/parts has the commands).
 
     R  reverse         L  first letter to the end    H  swap the halves     E  swap the ends
     S  swap the first two            D  double the first
     N  first letter to the next one  P  last letter to the one before
 
-In no task does one function, or another order, give the same answer. That leaves 43 pairs of two
-functions, in their order: 13 of them are for `pairs=unseen`, 30 for `pairs=seen`, the default.
+In no task does a single function, or another order, give the same answer. That leaves 43 ordered
+pairs of functions: 13 of them are for `pairs=unseen`, 30 for `pairs=seen`, the default.
 
 Observation: one user message, the word and the names. Reward of the one response: 1 if it ends with
 the right word, else 0.
@@ -71,11 +71,8 @@ class Compose(Env):
         while True:
             self.word = "".join(rng.choices(LETTERS, k=LENGTH))
             self.names = rng.choices(NAMES, k=depth)
-            if (
-                is_held_out(self.word) == (seed in EVAL_SEEDS)
-                and self._has_pairs()
-                and is_unambiguous(self.names, self.word)
-            ):
+            is_of_use = is_held_out(self.word) == (seed in EVAL_SEEDS)
+            if is_of_use and self._has_pairs() and is_unambiguous(self.names, self.word):
                 break
         self.answer = apply(self.names, self.word)
         return [user(f"{self.word}:{''.join(self.names)}")]
@@ -90,7 +87,8 @@ class Compose(Env):
         if not hasty and not self.steps:
             return self.answer
         names = self._careless() if hasty else self.names
-        return " ".join(f"{f} {apply(names[: i + 1], self.word)}" for i, f in enumerate(names))
+        words = [apply(names[: i + 1], self.word) for i in range(len(names))]
+        return " ".join(f"{name} {word}" for name, word in zip(names, words, strict=True))
 
     def _careless(self) -> list[str]:
         """The first name and up to two random ones; never the answer to a composition."""
@@ -103,9 +101,11 @@ class Compose(Env):
                 return names
 
     def _has_pairs(self) -> bool:
-        """Whether the functions that follow each other differ, and are of `pairs`."""
-        wanted = {"seen": [False], "unseen": [True], "all": [False, True]}[self.pairs]
-        return all(a != b and is_unseen(a, b) in wanted for a, b in pairwise(self.names))
+        """Whether any two functions in sequence differ, and are a pair for `pairs`."""
+        for first, then in pairwise(self.names):
+            if first == then or self.pairs == ("seen" if is_unseen(first, then) else "unseen"):
+                return False
+        return True
 
 
 def apply(names: Sequence[str], word: str) -> str:
@@ -136,9 +136,9 @@ def is_unambiguous(names: Sequence[str], word: str) -> bool:
     """
     if len(names) == 1:
         return True
-    others = {*permutations(names), *((name,) for name in NAMES)} - {tuple(names)}
+    sequences = {*permutations(names), *((name,) for name in NAMES)} - {tuple(names)}
     answer = apply(names, word)
-    return answer != word and all(apply(other, word) != answer for other in others)
+    return answer != word and all(apply(sequence, word) != answer for sequence in sequences)
 
 
 def _shift(letter: str, by: int) -> str:

@@ -16,8 +16,8 @@ Reward:
     points / 5    in each round; 5 are the most
     -0.1          an unreadable choice, twice per episode; the third costs -1 and ends it
 
-`info["correct"]` is True at the end if every choice had the most points from that round on; with
-opponent=self, if the agents together made the most points in every round.
+`info["correct"]` is True at the end if every choice was a best one, counting the points from that
+round on; with opponent=self, if both agents cooperated in every round.
 
 >>> env = iterated_game()
 >>> env.reset(seed=0)[0]["content"][-13:], env.demonstrate()
@@ -37,7 +37,7 @@ from environments.parsing import Retries, one_of, read_action, user
 COOPERATE, DEFECT = CHOICES = ("cooperate", "defect")
 HINT = "End with <choice>cooperate</choice> or defect."
 MAX_ROUNDS = 50
-POINTS = {  # (own, other) choice: (own, other) points
+POINTS = {  # (a player's choice, the other's choice): (the player's points, the other's points)
     (COOPERATE, COOPERATE): (3, 3), (COOPERATE, DEFECT): (0, 5),
     (DEFECT, COOPERATE): (5, 0), (DEFECT, DEFECT): (1, 1),
 }  # fmt: skip
@@ -60,27 +60,29 @@ class AgainstTitForTat(Env):
 
     def reset(self, seed: int) -> list[Message]:
         self.seed, self.retries = seed, Retries()
-        self.own: list[str] = []
+        self.choices: list[str] = []
         self.correct = True
         return [_opening("The other cooperates first, then copies you.", self.rounds)]
 
     def step(self, response: str) -> Step:
-        own, values = _read(response), self._values()
-        if own is None:
+        choice = _read(response)
+        if choice is None:
             return self.retries.refuse(HINT)
-        self.correct &= sum(values[own]) == max(map(sum, values.values()))
-        other = self._last()
-        self.own.append(own)
-        return _round_result(self.rounds, self.own, other, self.correct)
+        values = self._values()
+        self.correct &= sum(values[choice]) == max(map(sum, values.values()))
+        others_choice = self._last()
+        self.choices.append(choice)
+        return _round_result(self.rounds, self.choices, others_choice, self.correct)
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Adds up the points of each choice and takes the best; `hasty`: at random."""
         if hasty:
-            return _guess(f"hasty {self.seed} {len(self.own)}")
+            return _guess(f"hasty {self.seed} {len(self.choices)}")
         values = self._values()
         best = max(CHOICES, key=lambda choice: sum(values[choice]))
-        sums = [f"{choice[0].upper()} {now}+{later}={now + later}"
-                for choice, (now, later) in values.items()]  # fmt: skip
+        sums = []
+        for choice, (points, later) in values.items():
+            sums.append(f"{choice[0].upper()} {points}+{later}={points + later}")
         return f"{', '.join(sums)} <choice>{best}</choice>"
 
     def trivial(self) -> str:
@@ -88,11 +90,11 @@ class AgainstTitForTat(Env):
         return f"<choice>{COOPERATE}</choice>"
 
     def _values(self) -> dict[str, tuple[int, int]]:
-        return choice_values(self._last(), self.rounds - len(self.own))
+        return choice_values(self._last(), self.rounds - len(self.choices))
 
     def _last(self) -> str:
         """The agent's last choice, which is the other's next one."""
-        return self.own[-1] if self.own else COOPERATE
+        return self.choices[-1] if self.choices else COOPERATE
 
 
 class SelfPlay(MultiAgentEnv):
@@ -107,7 +109,8 @@ class SelfPlay(MultiAgentEnv):
         self.seed, self.correct = seed, True
         self.retries = {agent: Retries() for agent in self.agents}
         self.choices: dict[str, list[str]] = {agent: [] for agent in self.agents}
-        return {a: [_opening("The other is as free as you.", self.rounds)] for a in self.agents}
+        rule = "The other is as free as you."
+        return {agent: [_opening(rule, self.rounds)] for agent in self.agents}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         refused = {}
@@ -117,8 +120,10 @@ class SelfPlay(MultiAgentEnv):
             else:
                 refused[agent] = self.retries[agent].refuse(HINT)
         if any(step.done for step in refused.values()):  # the game ends for both
-            rewards = {a: refused[a].reward if a in refused else 0.0 for a in self.agents}
-            return {a: Step(None, rewards[a], True, {"correct": False}) for a in self.agents}
+            rewards = dict.fromkeys(self.agents, 0.0)
+            rewards |= {agent: step.reward for agent, step in refused.items()}
+            info = {"correct": False}
+            return {agent: Step(None, reward, True, info) for agent, reward in rewards.items()}
         row, column = self.choices.values()
         if refused or len(row) != len(column):
             return refused
@@ -132,14 +137,14 @@ class SelfPlay(MultiAgentEnv):
         """Adds up the points of both and takes part in the highest sum; `hasty`: at random."""
         if hasty:
             return _guess(f"hasty {self.seed} {agent} {len(self.choices[agent])}")
-        sums = [f"{_letters(pair)} {p}+{q}={p + q}" for pair, (p, q) in POINTS.items()]
+        sums = [f"{_letters(choices)} {p}+{q}={p + q}" for choices, (p, q) in POINTS.items()]
         return f"{', '.join(sums)} <choice>{COOPERATE}</choice>"
 
 
 @cache
 def choice_values(last: str, rounds: int) -> dict[str, tuple[int, int]]:
-    """Returns, of each choice, the points of this round and those of the best later choices, where
-    `rounds` are left and the other copies `last`, the choice before.
+    """Returns, for each choice, the points of this round and those of the best later choices, with
+    `rounds` left, against tit for tat, which copies the choice `last`.
 
     >>> choice_values("cooperate", 1)
     {'cooperate': (3, 0), 'defect': (5, 0)}
@@ -159,19 +164,21 @@ def _guess(seed: str) -> str:
     return f"<choice>{random.Random(seed).choice(CHOICES)}</choice>"
 
 
-def _round_result(rounds: int, own: list[str], other: str, correct: bool) -> Step:
-    """Returns the Step of a player with the choices `own`; `other` made its last choice."""
-    done = len(own) == rounds
-    info = {"correct": done and correct, "cooperation": own.count(COOPERATE) / len(own)}
-    text = f"You {own[-1]}, other {other}. Round {len(own) + 1} of {rounds}."
-    return Step(None if done else user(text), POINTS[own[-1], other][0] / MAX_POINTS, done, info)
+def _round_result(rounds: int, choices: list[str], others_choice: str, correct: bool) -> Step:
+    """Returns a player's Step after a round: the player's choices so far, and the other's last."""
+    num_rounds, choice = len(choices), choices[-1]
+    done = num_rounds == rounds
+    info = {"correct": done and correct, "cooperation": choices.count(COOPERATE) / num_rounds}
+    text = f"You {choice}, other {others_choice}. Round {num_rounds + 1} of {rounds}."
+    reward = POINTS[choice, others_choice][0] / MAX_POINTS
+    return Step(None if done else user(text), reward, done, info)
 
 
 def _opening(rule: str, rounds: int) -> Message:
-    cells = ", ".join(f"{_letters(pair)} {p}/{q}" for pair, (p, q) in POINTS.items())
+    cells = ", ".join(f"{_letters(choices)} {p}/{q}" for choices, (p, q) in POINTS.items())
     rules = f"Each round you and another cooperate (C) or defect (D). Points you/other: {cells}."
     return user(f"{rules} {rule} Think first. {HINT}\nRound 1 of {rounds}.")
 
 
-def _letters(pair: tuple[str, str]) -> str:
-    return f"{pair[0][0]}{pair[1][0]}".upper()
+def _letters(choices: tuple[str, str]) -> str:
+    return "".join(choice[0].upper() for choice in choices)

@@ -1,12 +1,12 @@
 """The afternoon, 1 of 9. Count how often letters occur in a word.
 
-The training loop calls two methods of an environment: `reset(seed)` asks, and
-`step` reads the policy's response and gives the reward.
+The training loop calls two methods of an environment: `reset(seed)` returns a question, and
+`step(response)` reads the policy's response and returns the reward.
 
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
 right every time. Training, demonstrations and evaluation have separate ranges of seeds; one word in
 eight occurs under evaluation seeds only. At difficulty 1, the default, the answers 0, 1, 2 and 3
-are equally frequent, so a constant answer is right on a quarter.
+are equally frequent, so a policy that always gives the same answer is right on a quarter.
 
 Observation: one user message, for example
 
@@ -19,8 +19,9 @@ Reward of the one response:
     1.0     right; only then `info["correct"]` is True
 
 From difficulty 2 on, words are longer, and a question may ask for several letters. Its answer is a
-JSON object with a count for each letter, and the reward 0.1 + 0.9 · the fraction of exact counts;
-with a letter that was not asked for it is less than 1. For one letter an object is accepted, too.
+JSON object with a count for each letter, and its reward is 0.1 + 0.9 · the fraction of exact
+counts. An object with a letter that was not asked for counts as wrong in one letter at least. For
+one letter an object is accepted, too.
 
 Imported: `Env` and `Step` are the interface (base.py); `draw_question` draws a word and letters
 (letter_words.py); `user` makes a message of the role user (parsing.py).
@@ -49,7 +50,7 @@ ANSWERS = range(4)  # to a question about one letter; a hasty demonstration draw
 class LetterCounting(Env):
     """One question, one response. `difficulty`: 1 to 10."""
 
-    # what the screen and the report call the mean of info["worked"], the metric info/worked
+    # how the screen and the report explain the metric info/worked, the mean of info["worked"]
     meanings: Mapping[str, str] = {"worked": "fraction that spell the word"}
 
     def __init__(self, difficulty: int = 1):
@@ -58,9 +59,9 @@ class LetterCounting(Env):
         self.difficulty = difficulty
 
     def reset(self, seed: int) -> list[Message]:
-        rng, held_out = random.Random(seed), seed in EVAL_SEEDS
+        rng = random.Random(seed)
         answer = ANSWERS[seed % len(ANSWERS)]  # so that each of them is equally frequent
-        self.word, letters = draw_question(rng, self.difficulty, held_out, answer)
+        self.word, letters = draw_question(rng, self.difficulty, seed in EVAL_SEEDS, answer)
         self.counts = {letter: self.word.count(letter) for letter in letters}
         self.guess = {letter: rng.choice(ANSWERS) for letter in letters}
         form = "number" if len(letters) == 1 else f'{{"{letters[0]}": number, ..}}'
@@ -76,18 +77,18 @@ class LetterCounting(Env):
     def demonstrate(self, hasty: bool = False) -> str:
         """Spells the word and numbers the letters that count; `hasty`: guesses without spelling."""
         if hasty:
-            return _answer(self.guess)
-        seen = dict.fromkeys(self.counts, 0)
+            return _in_tags(self.guess)
+        counts_so_far = dict.fromkeys(self.counts, 0)
         spelled = []
         for letter in self.word:
-            if letter in seen:
-                seen[letter] += 1
-            spelled.append(f"{letter}{seen.get(letter, '')}")
-        return f"{' '.join(spelled)} {_answer(self.counts)}"
+            if letter in counts_so_far:
+                counts_so_far[letter] += 1
+            spelled.append(f"{letter}{counts_so_far.get(letter, '')}")
+        return f"{' '.join(spelled)} {_in_tags(self.counts)}"
 
     def trivial(self) -> str:
         """Always answers 1; evaluations show its accuracy beside the policy's."""
-        return _answer(dict.fromkeys(self.counts, 1))
+        return _in_tags(dict.fromkeys(self.counts, 1))
 
 
 def reward_of(response: str, counts: dict[str, int]) -> float:
@@ -110,13 +111,16 @@ def reward_of(response: str, counts: dict[str, int]) -> float:
         answer = dict.fromkeys(counts, answer)
     if not isinstance(answer, dict):
         return 0.0
-    # `type is int`: a count is neither true nor 3.0
-    exact = sum(type(answer.get(k)) is int and answer[k] == n for k, n in counts.items())
+    num_exact = 0
+    for letter, count in counts.items():
+        if answer.get(letter) == count and type(answer[letter]) is int:  # neither true nor 3.0
+            num_exact += 1
     if set(answer) - set(counts):
-        exact = min(exact, len(counts) - 1)  # an extra letter makes the answer wrong
-    return 1.0 if exact == len(counts) else 0.1 + 0.9 * exact / len(counts)
+        num_exact = min(num_exact, len(counts) - 1)  # an extra letter makes the answer wrong
+    return 1.0 if num_exact == len(counts) else 0.1 + 0.9 * num_exact / len(counts)
 
 
-def _answer(counts: dict[str, int]) -> str:
-    text = json.dumps(counts) if len(counts) > 1 else str(next(iter(counts.values())))
+def _in_tags(counts: dict[str, int]) -> str:
+    numbers = list(counts.values())
+    text = json.dumps(counts) if len(numbers) > 1 else str(numbers[0])
     return f"<answer>{text}</answer>"

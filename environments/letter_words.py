@@ -16,7 +16,7 @@ class Tier(NamedTuple):
 
     min_length: int  # of the word
     max_length: int
-    p_several: float  # probability of min_letters to max_letters letters; otherwise it is one
+    p_several: float  # probability that a question asks for min_letters to max_letters, not for one
     min_letters: int
     max_letters: int
 
@@ -43,7 +43,7 @@ CODAS = ["", "", "", "n", "r", "s", "t", "l", "ng", "ck", "nd", "rt"]
 def draw_question(
     rng: random.Random, difficulty: int, held_out: bool, answer: int
 ) -> tuple[str, list[str]]:
-    """A word, and the letters to count in it; if that is one, it occurs `answer` times."""
+    """Draws a word and the letters to count in it; a single letter occurs `answer` times."""
     tier = TIERS[difficulty]
     if rng.random() < tier.p_several:
         word = _draw_word(rng, difficulty, held_out)

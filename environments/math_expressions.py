@@ -129,15 +129,17 @@ def solve(tree: Tree, steps: list[str]) -> Fraction:
     """
     if isinstance(tree, int):
         return Fraction(tree)
-    a, b = solve(tree.left, steps), solve(tree.right, steps)
+    left, right = solve(tree.left, steps), solve(tree.right, steps)
     if tree.operator == "/":
-        value = a / b
+        value = left / right
     else:
-        value = {"+": a + b, "-": a - b, "*": a * b, "%": a * b / 100}[tree.operator]
+        product = left * right
+        values = {"+": left + right, "-": left - right, "*": product, "%": product / 100}
+        value = values[tree.operator]
     if max(abs(value.numerator), value.denominator) > MAX_VALUE:
         raise OverflowError
-    right = str(b) if b >= 0 and b.denominator == 1 else f"({b})"
-    steps.append(f"{_join(str(a), tree.operator, right)} = {value}")
+    right_text = str(right) if right >= 0 and right.denominator == 1 else f"({right})"
+    steps.append(f"{_join(str(left), tree.operator, right_text)} = {value}")
     return value
 
 
@@ -152,7 +154,9 @@ def _worked_by_tens(expression: str) -> list[str]:
     ['47 + 30 = 77', '8 = 3 + 5', '77 + 3 = 80', '80 + 5 = 85']
     """
     first, operator, second = expression.split()
-    total, sign, units = int(first), 1 if operator == "+" else -1, int(second) % 10
+    sign = 1 if operator == "+" else -1
+    total = int(first)
+    units = int(second) % 10
     steps = []
 
     def add(amount: int) -> None:

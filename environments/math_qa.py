@@ -10,8 +10,9 @@ data set:
                   (MATH) mark the answer in a longer text; other kinds of files are read as
                   `rewarded` reads them
 
-One expression or line of a file in eight is reserved for evaluation, a sum or product with all
-orders of its terms; where --eval-env names other data, files are used whole, as in `rewarded`.
+One expression or line of a file in eight is reserved for evaluation; all orders of the terms of a
+sum or product have the same use. Where --eval-env names other data than --env, files are used
+whole, as in `rewarded`.
 Questions of a data set are evaluated in their order, so --eval-num-tasks 1319 evaluates the test
 split of GSM8K once, and 500 that of MATH-500.
 
@@ -110,21 +111,23 @@ class MathQA(Env):
         else:
             expression, value, working = make_expression(rng, self.level, held_out)
             self.problem = Problem(f"What is {expression}?", str(value), working)
-        solution = parse_number(self.problem.answer)
-        if solution is not None:
-            self.guess = str(solution[0] + rng.choice(GUESS_ERRORS))
+        number = parse_number(self.problem.answer)
+        if number is not None:
+            self.guess = str(number[0] + rng.choice(GUESS_ERRORS))
         else:
             self.guess = rng.choice(problems).answer
         return [user(f"{self.problem.question} {ASK[self.style].format(self.form)}")]
 
     def step(self, response: str) -> Step:
         answer = self._plain_answer(response) if self.style == "plain" else find_answer(response)
+        answered = answer is not None
         correct = answer is not None and is_equal(answer, self.problem.answer)
-        reward = 1.0 if correct else 0.0 if answer is None else 0.1
+        reward = 1.0 if correct else 0.1 * answered
         numbers = re.findall(r"-?[0-9][0-9.,/]*", response[-MAX_ANSWER:])
-        last = numbers[-1].rstrip(".,/") if numbers else ""
-        lenient = correct or (bool(last) and is_equal(last, self.problem.answer))
-        info = {"correct": correct, "answered": answer is not None, "lenient": lenient}
+        lenient = correct
+        if numbers and not correct:
+            lenient = is_equal(numbers[-1].rstrip(".,/"), self.problem.answer)
+        info = {"correct": correct, "answered": answered, "lenient": lenient}
         return Step(None, reward, True, info)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
@@ -169,9 +172,9 @@ def load(data: str) -> tuple[list[Problem], list[Problem]]:
 
 
 def _from_hub(data: str) -> list[list[Problem]]:
-    *sources, question, solution = HUB[data]
+    train_source, test_source, question, solution = HUB[data]
     splits = []
-    for (path, configurations), split in zip(sources, ("train", "test"), strict=True):
+    for (path, configurations), split in ((train_source, "train"), (test_source, "test")):
         rows = [row for config in configurations for row in read_hub(path, config, split)]
         splits.append(_usable(_problem(row[question], row[solution]) for row in rows))
     return splits
@@ -181,10 +184,14 @@ def _from_file(path: str) -> list[list[Problem]]:
     if not path.endswith(FILES):
         raise UsageError(f"data must be {', '.join(HUB)} or a file such as FILE.jsonl, not {path}")
     splits = []
-    for rows in rewarded.load(path, "question", "", "train")[:2]:
-        if without := [row for row in rows if "answer" not in row]:
-            raise UsageError(f'{path}: not {{"question": .., "answer": ..}}: {without[0]!r:.60}')
-        splits.append(_usable(_problem(row["question"], str(row["answer"])) for row in rows))
+    train, test, _ = rewarded.load(path, "question", "", "train")
+    for rows in (train, test):
+        problems = []
+        for row in rows:
+            if "answer" not in row:
+                raise UsageError(f'{path}: not {{"question": .., "answer": ..}}: {row!r:.60}')
+            problems.append(_problem(row["question"], str(row["answer"])))
+        splits.append(_usable(problems))
     return splits
 
 

@@ -25,8 +25,9 @@ from environments.base import Message, Step
 Action = TypeVar("Action")
 MAX_CHARACTERS = 10_000  # only the end of a longer response is searched
 MAX_PLAIN_CHARACTERS = 2_000  # the same for the plain pattern
-MAX_OBJECTS = 50  # that are tried
-RETRIES, PENALTY = 2, 0.1  # after invalid actions
+MAX_OBJECTS = 50  # openings of a JSON object that are tried
+RETRIES = 2  # after invalid actions
+PENALTY = 0.1  # of an invalid action
 
 
 def read_action(
@@ -42,7 +43,7 @@ def read_action(
     group is the action.
     """
     text = response[-MAX_CHARACTERS:]
-    in_json = (found[key] for found in json_objects(text) if key in found)
+    in_json = (json_object[key] for json_object in json_objects(text) if key in json_object)
     for candidates in (in_json, _tagged(text, key), _matches(text, plain)):
         for candidate in candidates:
             action = convert(candidate)
@@ -52,7 +53,7 @@ def read_action(
 
 
 def json_objects(response: str) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in the end of a response, the last first, also those in others."""
+    """Yields the JSON objects in the end of a response, the last first, also nested ones."""
     text, decoder = response[-MAX_CHARACTERS:], json.JSONDecoder()
     start = len(text)
     for _ in range(MAX_OBJECTS):
@@ -69,7 +70,8 @@ def integer(low: int, high: int) -> Callable[[Any], int | None]:
     def convert(value: Any) -> int | None:
         if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
             value = int(value)
-        return value if type(value) is int and low <= value <= high else None
+        is_valid = type(value) is int and low <= value <= high
+        return value if is_valid else None
 
     return convert
 
@@ -110,8 +112,10 @@ class Retries:
 
 
 def prefill_of(messages: list[Message]) -> str:
-    """The beginning of the answer, where opening messages end with one of the assistant."""
-    return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else ""
+    """The text of the assistant with which opening messages end, which the policy continues."""
+    if messages and messages[-1]["role"] == "assistant":
+        return messages[-1]["content"]
+    return ""
 
 
 def user(content: str) -> Message:
@@ -131,5 +135,5 @@ def _tagged(text: str, key: str) -> Iterator[str]:
 def _matches(text: str, pattern: str | None) -> Iterator[str]:
     """Yields the first groups of the matches of `pattern`, the last first."""
     if pattern is not None:
-        found = re.finditer(pattern, text[-MAX_PLAIN_CHARACTERS:], re.IGNORECASE)
-        yield from reversed([match[1] for match in found])
+        matches = re.finditer(pattern, text[-MAX_PLAIN_CHARACTERS:], re.IGNORECASE)
+        yield from reversed([match[1] for match in matches])

@@ -100,8 +100,10 @@ class ReverseEcho(Reverse):
 
 
 def _draw(rng: random.Random, length: int, held_out: bool) -> str:
+    """Draws a word of vowels and consonants in turn that is no palindrome."""
     while True:
-        size, first = rng.randint(MIN_LENGTH, length), rng.randrange(2)
+        size = rng.randint(MIN_LENGTH, length)
+        first = rng.randrange(2)  # 0: a vowel, 1: a consonant
         item = "".join(rng.choice((VOWELS, CONSONANTS)[(first + i) % 2]) for i in range(size))
         if is_held_out(item) == held_out and item != item[::-1]:
             return item
@@ -113,11 +115,11 @@ def _draw_guess(rng: random.Random, answer: str) -> str:
         return answer[::-1]
     characters = list(answer)
     while "".join(characters) == answer:
-        i, k = rng.sample(range(len(answer)), 2)
-        characters[i], characters[k] = characters[k], characters[i]
+        i, j = rng.sample(range(len(answer)), 2)
+        characters[i], characters[j] = characters[j], characters[i]
     return "".join(characters)
 
 
 def _as_text(value: Any) -> str | None:
-    """Returns a text without its quotes; else None."""
-    return (value.strip().strip("\"'`") or None) if isinstance(value, str) else None
+    """Returns a text without its quotes; None for anything else and for an empty text."""
+    return value.strip().strip("\"'`") or None if isinstance(value, str) else None

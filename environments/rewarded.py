@@ -12,33 +12,36 @@ of the assistant, which the policy continues: it is in the prompt, not in the co
         return [float(a in text) for text, a in zip(completions, answer)]
 
 All completions that a rank samples at the same time are a batch, for which each function is called
-once; groups lie side by side. It gets the arguments that it names: lists of its own, with an entry
-for each completion, of `prompts`, `completions` (messages, where prompts are), `completion_ids` and
-the columns (None where a row has no value); `trainer_state`, with `global_step` of `max_steps`
-updates complete; `log_extra(column, values)` for the info of each completion; and
-`log_metric(name, value)`, whose mean is in the info of all. It returns a list with a number for
-each completion, or None or NaN where it does not apply. `async` functions are awaited together, and
-if all are, --env-timeout limits their call. After an exception all are called again for each row by
-itself, and rows that fail cost only their own episodes. EnvFailure, anything but such a list, or
-only None from all functions for all completions fails every episode of the batch.
+once; groups lie side by side. A function gets the arguments that it names. Some are lists with an
+entry for each completion: `prompts`, `completions` (messages, where prompts are), `completion_ids`
+and the columns (None where a row has no value). The others are `trainer_state`, of which
+`global_step` counts the complete updates of `max_steps`; `log_extra(column, values)`, which adds a
+value to the info of each completion; and `log_metric(name, value)`, which adds the mean of its
+values to the info of all. A function returns a list with a number for each completion, or None or
+NaN where it does not apply. `async` functions are awaited together, and if all are `async`,
+--env-timeout limits their call. After an exception all functions are called again for each row by
+itself, and only the episodes of rows that fail then are lost. EnvFailure, anything but such a list,
+or None from all functions for all completions fails every episode of the batch.
 
 Reward: the sum of weight times value over the functions that apply. A completion to which none
 applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
-mean: the function `correct` returned `threshold` or more; an evaluation leaves out what it does not
-apply to. By default it is the first function that applies, and 1. `info["reward_<name>"]` has the
-value of each, `info["weight_<name>"]` its weight if that is not 1, `info["row"]` FILE:LINE.
+mean, says whether the function `correct` returned `threshold` or more; by default, whether the
+first function that applies returned 1 or more. An evaluation leaves out completions to which
+`correct` does not apply. `info["reward_<name>"]` has the value of each function,
+`info["weight_<name>"]` its weight if that is not 1, and `info["row"]` FILE:LINE of the row.
 
-`tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
-functions, and the public methods of an object that each episode has for itself. Its `reset` gets
-the row, and what it returns ends the prompt, which a row may lack; its `get_reward` is one function
-more, called as its class, with the weight 1. Functions get these objects, `environments`, and each
-completion (of messages) has all that the policy and the tools said, in OpenAI's form. They are
-called for each completion by itself, also where an episode is cut off between calls.
+`tools` and `environment` are TRL's `tools` and `environment_factory`. The policy may call the
+functions `tools` and the public methods of `environment`, of which each episode has an object. The
+object's `reset` gets the row and returns a text that ends the prompt; rows may then lack one. Its
+`get_reward` is one more reward function, with the name of the class and the weight 1. Reward
+functions get these objects as `environments`, and a completion (of messages) has all messages of
+the policy and the tools, in OpenAI's form. Where there are tools, functions are called for each
+completion by itself, also where an episode is cut off between calls.
 
 Each prompt of an update is drawn from all rows. One prompt in eight is reserved for evaluation,
-decided by a hash of its text, or one row in eight if all have the same prompt; where that leaves
-none for one of both, all rows are for both. Where --eval-env names other data, both are used whole:
-let them have no prompt in common.
+decided by a hash of its text, or one row in eight if all have the same prompt. Where no row is left
+for training or for evaluation, all rows are for both. Where --eval-env names other data, both data
+sets are used whole: let them have no prompt in common.
 """
 
 import asyncio
@@ -76,7 +79,7 @@ from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_rows
 from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute
 
-RUN = RunInfo((), ())  # that of this process; without one all data is divided
+RUN = RunInfo((), ())  # the run of this process; before a run begins all data is divided
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
 OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, and name made"
@@ -85,13 +88,13 @@ OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, a
 class Rewarded(Env):
     """`data`: FILE.jsonl, .json, .csv, .parquet, a data set of the hub or a folder with one, with
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
-    FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`, `threshold`:
-    a response is right if this function, one of `reward` by its name, returns as much; `raw`: a
-    prompt that is a text is tokenized as it is, without the chat template; `name`: of this
-    environment, in titles and metrics; `tools`: functions that the policy may call; `environment`:
-    a class as TRL's `environment_factory`, whose methods are tools."""
+    FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`: the name of
+    the function in `reward` that decides whether a response is right, by returning `threshold` or
+    more; `raw`: a prompt that is a text is tokenized as it is, without the chat template; `name`:
+    of this environment, in titles and metrics; `tools`: functions that the policy may call;
+    `environment`: a class as TRL's `environment_factory`, whose methods are tools."""
 
-    judges_calls = True  # an episode that ends after calls is judged, too
+    judges_calls = True  # also judges an episode that is cut off after calls of tools
 
     def __init__(
         self,
@@ -112,33 +115,32 @@ class Rewarded(Env):
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
         for word, weight in zip(reward, weights or [1.0] * len(reward), strict=True):
-            if not callable(function := import_attribute(word)):
+            function = import_attribute(word)
+            if not callable(function):
                 raise UsageError(f"reward: {word} is no function")
             self.add(word.rpartition(":")[2], function, weight)
         self.world = import_attribute(environment)() if environment else None
         methods = dict(inspect.getmembers(type(self.world), inspect.isfunction))  # of None: none
         if methods.pop("get_reward", None):
-            own = lambda environments: [env.get_reward() for env in environments]  # noqa: E731
-            self.add(type(self.world).__name__, own, 1.0)
+            self.add(type(self.world).__name__, _get_rewards, 1.0)
         if not data or not self.functions:
             raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
         names = [name for name, *_ in self.functions]
         by_word = dict(zip(reward, names, strict=False))
         self.correct = by_word.get(correct, correct.rpartition(":")[2])
         if correct and self.correct not in names:
-            raise UsageError(f"correct={correct}: name one of {' '.join(names)}; with the weight 0 "
-                             "it adds no reward")  # fmt: skip
+            raise UsageError(
+                f"correct={correct}: name one of {' '.join(names)}; weight 0: no reward"
+            )
         self.threshold, self.prompt, self.raw = threshold, prompt, raw
         self.waits = all(inspect.iscoroutinefunction(function) for _, function, _ in self.functions)
-        self.tools = [*map(import_attribute, tools)] + [
-            getattr(self.world, name) for name in methods
-            if name != "reset" and not name.startswith("_")
-        ]  # fmt: skip
+        public = [name for name in methods if name != "reset" and not name.startswith("_")]
+        self.tools = [*map(import_attribute, tools), *(getattr(self.world, it) for it in public)]
         self.train, self.test, self.columns = load(data, prompt, config, split, bool(environment))
 
     def add(self, name: str, function: Callable[..., Any], weight: float) -> None:
-        """Adds a function; the second one of a name is NAME_2."""
-        while name in [other for other, *_ in self.functions]:
+        """Adds a reward function; a second one with the same name is called NAME_2."""
+        while name in [added for added, *_ in self.functions]:
             name += "_2"
         self.functions.append((name, function, weight))
 
@@ -148,27 +150,27 @@ class Rewarded(Env):
 
     @property
     def what_is_right(self) -> str:
-        """What accuracy is the mean of, as a line."""
+        """A line that says which answers are right, of which accuracy is the mean."""
         names = ", ".join(name for name, *_ in self.functions)
-        which = f"the first of {names} that applies" if self.functions[1:] else names
-        return (f"an answer is right if {self.correct or which} returns {self.threshold:g} or more "
-                "(correct=NAME and threshold=X choose)")  # fmt: skip
+        default = f"the first of {names} that applies" if self.functions[1:] else names
+        rule = f"{self.correct or default} returns {self.threshold:g} or more"
+        return f"an answer is right if {rule} (correct=NAME and threshold=X choose)"
 
     def reset(self, seed: int) -> list[Message]:
         self.is_evaluation = seed in EVAL_SEEDS
         self.row = draw(seed, self.train, self.test)
-        self.asked = self.row.get(self.prompt, [user("")])
+        self.opening = self.row.get(self.prompt, [user("")])  # a text or messages
         if self.world is not None:
             row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
             end = self.world.reset(**row) or ""
-            if isinstance(self.asked, str):
-                self.asked += end
+            if isinstance(self.opening, str):
+                self.opening += end
             else:
-                last = self.asked[-1]
-                self.asked = [*self.asked[:-1], last | {"content": last["content"] + end}]
-        if isinstance(self.asked, str):
-            return [{"role": "raw", "content": self.asked} if self.raw else user(self.asked)]
-        return copy.deepcopy(self.asked)
+                last = self.opening[-1]
+                self.opening = [*self.opening[:-1], last | {"content": last["content"] + end}]
+        if isinstance(self.opening, str):
+            return [{"role": "raw", "content": self.opening} if self.raw else user(self.opening)]
+        return copy.deepcopy(self.opening)
 
     def step(self, response: str) -> Step:
         [step] = self.step_batch([self], [response])
@@ -186,26 +188,27 @@ class Rewarded(Env):
         except Exception:
             steps = [NoReward()] * len(batch)
             for row in {id(env.row): env.row for env in batch}.values():
-                places = [place for place, env in enumerate(batch) if env.row is row]
+                indices = [i for i, env in enumerate(batch) if env.row is row]
+                envs = [batch[i] for i in indices]
                 try:
-                    own = _judge([batch[i] for i in places], [responses[i] for i in places], row)
+                    row_steps = _judge(envs, [responses[i] for i in indices], row)
                 except Exception as error:
-                    own = [error] * len(places)
-                for place, step in zip(places, own, strict=True):
-                    steps[place] = step
+                    row_steps = [error] * len(envs)
+                for i, step in zip(indices, row_steps, strict=True):
+                    steps[i] = step
         if len(steps) > 1 and all(isinstance(step, NoReward) for step in steps):
             names = ", ".join(name for name, *_ in batch[0].functions)
             raise EnvFailure(f"{names} returned None for all completions")
         return steps
 
     def to_step(self, values: dict[str, float], logged: dict[str, Any]) -> Step | Exception:
-        """The Step of one completion, from the value of each function that applies and what they
-        logged; NoReward if none applies."""
-        judge = self.correct or next(iter(values), "")
-        if not values or (self.is_evaluation and judge not in values):
+        """Returns the Step of one completion; NoReward if no function applies. `values`: of the
+        functions that apply; `logged`: by log_extra and log_metric."""
+        deciding = self.correct or next(iter(values), "")  # function
+        if not values or (self.is_evaluation and deciding not in values):
             return NoReward(f"no function applies to the answer ({self.row.place})")
         weights = {name: weight for name, _, weight in self.functions}
-        correct = judge in values and values[judge] >= self.threshold
+        correct = deciding in values and values[deciding] >= self.threshold
         info = {"row": self.row.place} | logged | {"correct": correct}
         info |= {f"reward_{name}": value for name, value in values.items()}
         info |= {f"weight_{name}": weight for name, weight in weights.items() if weight != 1}
@@ -213,7 +216,7 @@ class Rewarded(Env):
 
 
 def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
-    """The spec of `rewarded` for rows and functions that Python has, not a file.
+    """Returns the spec of `rewarded` for rows and functions that are objects of Python.
 
     `data`: a `datasets.Dataset`, or a list of dicts; `reward`: a function, or several; each may
     also be a text as in a spec. `options`: the others of `rewarded`, such as weights=[1, 0.2] or
@@ -223,35 +226,35 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
         try:
             rows = [*map(dict, data)] if len(data) else []
         except (TypeError, ValueError):
-            raise UsageError("data=: give a datasets.Dataset or a list of dicts; of a DatasetDict "
-                             'one part, as data["train"]') from None  # fmt: skip
-        # the same rows have the same name in a later call, which resumes the run
+            needed = 'a list of dicts or a datasets.Dataset, of a DatasetDict such as data["train"]'
+            raise UsageError(f"data=: give {needed}") from None
+        # equal rows have the same name in a later call, so that call resumes the run
         name = f"rows_{zlib.crc32(json.dumps(rows, default=repr).encode()):08x}"
         OBJECTS[name], data = rows, f"python:{name}"
 
-    def text(value: Any) -> str:
+    def as_option(value: Any) -> str:
         if isinstance(value, list | tuple):
-            return " ".join(map(text, value))
+            return " ".join(map(as_option, value))
         if not callable(value):
             return str(value)
         name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
         name = name if name.isidentifier() else "reward"  # of a lambda
-        while not _is_the_same(OBJECTS.get(name, value), value):
+        while not _is_same_function(OBJECTS.get(name, value), value):
             name += "_2"
         OBJECTS[name] = value
         return f"python:{name}"
 
     values = {"data": data, "reward": reward} | options
-    return "rewarded:" + ",".join(f"{key}={text(value)}" for key, value in values.items())
+    return "rewarded:" + ",".join(f"{key}={as_option(value)}" for key, value in values.items())
 
 
-def _is_the_same(one: Any, other: Any) -> bool:
-    """Whether both are one function, or one is the other after its notebook cell ran again: a new
-    code object under its name. Functions made in a loop share one, and lambdas have no name."""
-    names = [(f.__module__, getattr(f, "__qualname__", "<")) for f in (one, other)]
-    codes = [getattr(f, "__code__", f) for f in (one, other)]
-    is_new = names[0] == names[1] and "<" not in names[0][1] and codes[0] is not codes[1]
-    return is_new or bool(one == other)
+def _is_same_function(old: Any, new: Any) -> bool:
+    """Whether both are one function, or `new` is `old` after its notebook cell ran again: it has
+    the name and another code object. Functions made in a loop share their code object."""
+    old_name, new_name = ((f.__module__, getattr(f, "__qualname__", "<")) for f in (old, new))
+    is_named = old_name == new_name and "<" not in new_name[1]  # no lambda, no local function
+    is_run_again = is_named and getattr(old, "__code__", old) is not getattr(new, "__code__", new)
+    return is_run_again or bool(old == new)
 
 
 def begin_run(info: RunInfo) -> None:
@@ -262,21 +265,20 @@ def begin_run(info: RunInfo) -> None:
 
 
 def sources(specs: Sequence[str]) -> set[tuple[str, str, str]]:
-    """Data, config and split of environments that have some: `rewarded`, `agent` and `math_qa`, but
-    for the data sets that `math_qa` knows, which are not divided."""
-    own = [env for env in map(EnvSpec.read, specs) if env.name in ("rewarded", "agent", "math_qa")]
-    values = [{"config": "", "split": "train"} | env.values for env in own]
-    return {(o["data"], o["config"], o["split"]) for o in values}
+    """Returns data, config and split of the environments whose data `load` divides."""
+    envs = [env for env in map(EnvSpec.read, specs) if env.name in ("rewarded", "agent", "math_qa")]
+    options = [{"config": "", "split": "train"} | env.values for env in envs]
+    return {(values["data"], values["config"], values["split"]) for values in options}
 
 
-class Placed(Row):
-    """A row, and its place: FILE:LINE, or of a data set NAME:NUMBER, from 1."""
+class PlacedRow(Row):
+    """A row with its `place`: FILE:LINE, or of a data set NAME:NUMBER, from 1."""
 
     place = ""
 
 
-def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
-    """The row of a seed; those of evaluation in their order, each once."""
+def draw(seed: int, train: list[PlacedRow], test: list[PlacedRow]) -> PlacedRow:
+    """The row of a seed; the seeds of evaluation have the rows of `test` in their order."""
     if seed in EVAL_SEEDS:
         return test[(seed - EVAL_SEEDS.start) % len(test)]
     return random.Random(seed).choice(train)
@@ -284,162 +286,169 @@ def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
 
 @functools.cache  # a run needs all its data until its end
 def load(
-    data: str, prompt: str, config: str, split: str, may_lack: bool = False
-) -> tuple[list[Placed], list[Placed], list[str]]:
-    """Returns the rows for training, those for evaluation, and the names of the columns but
+    data: str, prompt: str, config: str, split: str, prompt_may_lack: bool = False
+) -> tuple[list[PlacedRow], list[PlacedRow], list[str]]:
+    """Returns the rows for training, the rows for evaluation, and the names of all columns but
     `prompt`.
 
-    Data on which the run both trains and evaluates is divided by the text in the column `prompt`,
-    or that of all columns, as JSON, if `prompt` is "" or all rows have the same; it is used for
-    both, with a line, if that leaves no row for one of them. Other data is used whole. Raises
-    UsageError if there are no rows, or one has no prompt, but if they `may_lack` it.
+    Data on which the run both trains and evaluates is divided by the text of the column `prompt`;
+    if `prompt` is "" or all rows have the same one, by all columns, as JSON. If no row is left for
+    training or for evaluation, `load` says so and uses all rows for both. Other data is used whole.
+    Raises UsageError if there are no rows, or if a row has no prompt, unless `prompt_may_lack`.
     """
-    rows, texts = list[Placed](), list[str]()
-    for number, columns in read_rows(data, config, split):
-        rows.append(Placed(columns))
+    rows, texts = list[PlacedRow](), list[str]()
+    for number, row in read_rows(data, config, split):
+        rows.append(PlacedRow(row))
         rows[-1].place = f"{os.path.basename(data)}:{number}"
-        value = columns.get(prompt, columns if may_lack else None) if prompt else columns
-        if value is not columns and not isinstance(value, str | list):
-            what = f"{reprlib.repr(value)} in {prompt!r} is no text and no list of messages"
-            raise UsageError(f"{data}, row {number}: {what}; its columns are {', '.join(columns)}")
-        texts.append(value if isinstance(value, str) else _as_json(value))
+        task: Any = row
+        if prompt and (prompt in row or not prompt_may_lack):
+            task = row.get(prompt)
+            if not isinstance(task, str | list):
+                problem = f"{prompt!r} is {reprlib.repr(task)}, no text and no list of messages"
+                raise UsageError(f"{data}, row {number}: {problem}; it has {', '.join(row)}")
+        texts.append(task if isinstance(task, str) else _as_json(task))
     if not rows:
         raise UsageError(f"{data} has no rows")
-    names = [*dict.fromkeys(key for row in rows for key in row if key != prompt)]
-    here = data, config, split
-    if (here in sources(RUN.train_envs)) != (here in sources(RUN.eval_envs)):
-        return rows, rows, names  # of one use; where no run has begun, of both
+    columns = [*dict.fromkeys(key for row in rows for key in row if key != prompt)]
+    source = data, config, split
+    if (source in sources(RUN.train_envs)) != (source in sources(RUN.eval_envs)):
+        return rows, rows, columns  # the run only trains or only evaluates on this data
     if len({*texts}) == 1:
         texts = [*map(_as_json, rows)]
-    train, test = list[Placed](), list[Placed]()
-    for row, is_test in zip(rows, held_out_of(texts), strict=True):
-        (test if is_test else train).append(row)
+    train, test = list[PlacedRow](), list[PlacedRow]()
+    for placed_row, is_test in zip(rows, held_out_of(texts), strict=True):
+        (test if is_test else train).append(placed_row)
     if train and test:
-        return train, test, names
-    print(f"{data}: {len({*texts})} different tasks in {len(rows)} rows are too few to hold some "
-          "out: the run evaluates on what it trains on", file=sys.stderr)  # fmt: skip
-    return rows, rows, names
+        return train, test, columns
+    tasks = f"{len({*texts})} different tasks in {len(rows)} rows are too few to hold some out"
+    print(f"{data}: {tasks}: the run evaluates on what it trains on", file=sys.stderr)
+    return rows, rows, columns
 
 
 def held_out_of(texts: list[str]) -> list[bool]:
-    """Whether each text is for evaluation; one in eight is, and those that are equal but for white
-    space have the same use.
+    """Returns whether each text is for evaluation; one in eight is. Texts that differ in white
+    space alone have the same use.
 
-    `is_held_out` decides, as in recorded runs; SHA-256 where that holds out far from an eighth: a
-    CRC is linear, so that numbered prompts ("Say 1.", "Say 2.", ..) may be all of one use.
+    `is_held_out` decides, as in recorded runs; SHA-256 where `is_held_out` is far from an eighth:
+    its CRC is linear, so numbered prompts ("Say 1.", "Say 2.", ..) may all have the same use.
     """
     texts = [" ".join(text.split()) for text in texts]
-    found = [*map(is_held_out, texts)]
-    if not len(texts) / 16 <= sum(found) <= len(texts) / 4:
-        found = [hashlib.sha256(text.encode(errors="replace")).digest()[0] < 32 for text in texts]
-    return found
+    held_out = [*map(is_held_out, texts)]
+    if len(texts) / 16 <= sum(held_out) <= len(texts) / 4:
+        return held_out
+    return [hashlib.sha256(text.encode(errors="replace")).digest()[0] < 32 for text in texts]
 
 
 def num_held_out(spec: EnvSpec) -> int:
     """The number of rows for evaluation of an environment with data; no limit for any other."""
     if spec.name not in ("rewarded", "agent"):
         return sys.maxsize
-    o = {"prompt": "", "environment": ""} | spec.values
-    may_lack = bool(o["environment"])
-    return len(load(o["data"], o["prompt"], o["config"], o["split"], may_lack)[1])
+    options = {"prompt": "", "environment": ""} | spec.values
+    source = options["data"], options["prompt"], options["config"], options["split"]
+    return len(load(*source, bool(options["environment"]))[1])
 
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
 
 
+def _get_rewards(environments: list[Any]) -> list[Any]:
+    """The reward function of objects with a method `get_reward`."""
+    return [environment.get_reward() for environment in environments]
+
+
 def _completion(prompt: str | list[Message], response: str) -> Any:
-    """What the functions get for a response: a text, or the messages since the prompt."""
+    """What reward functions get for a response: a text, or the messages since the prompt."""
     if isinstance(prompt, str):
         return response
-    own = getattr(response, "message", None) or {"role": "assistant", "content": response}
-    last = own | {"content": own["content"].removeprefix(prefill_of(prompt))}
+    message = getattr(response, "message", None) or {"role": "assistant", "content": response}
+    last = message | {"content": message["content"].removeprefix(prefill_of(prompt))}
     return [*getattr(response, "earlier", ()), last]
 
 
 def _judge(
-    batch: Sequence[Rewarded], responses: Sequence[str], row: Placed | None = None
+    batch: Sequence[Rewarded], responses: Sequence[str], row: PlacedRow | None = None
 ) -> list[Step | Exception]:
-    """The steps of these episodes, with one call of each function. `row`: as `_named`."""
+    """The steps of these episodes, with one call of each function. `row`: as in `_named`."""
     first = batch[0]
-    logged: list[dict[str, Any]] = [{} for _ in batch]  # by log_extra
-    extras: dict[str, list[Any]] = defaultdict(list)  # by log_extra
-    metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric
+    extras: dict[str, list[Any]] = defaultdict(list)  # by log_extra: column -> values
+    metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric: name -> values
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
         extras[column].extend(values)
 
-    prompts = [env.asked for env in batch]
-    lists: dict[str, list[Any]] = {
+    prompts = [env.opening for env in batch]
+    per_completion: dict[str, list[Any]] = {
         **{key: [env.row.get(key) for env in batch] for key in first.columns},
         "prompts": prompts,
         "completions": [*map(_completion, prompts, responses)],
         "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
     }
-    if first.prompt != "prompt":  # a function may know it by the name that the data gives it
-        lists[first.prompt] = prompts
-    others: dict[str, Any] = {
+    if first.prompt != "prompt":  # a function may also name the data's column
+        per_completion[first.prompt] = prompts
+    shared: dict[str, Any] = {
         "trainer_state": SimpleNamespace(global_step=RUN.updates_done, max_steps=RUN.num_updates),
         "log_extra": log_extra,
         "log_metric": lambda name, value: metrics[name].append(float(value)),
     }
     if first.world is not None:
-        others["environments"] = [env.world for env in batch]
-    returned: dict[str, Any] = {}
+        shared["environments"] = [env.world for env in batch]
+    returned: dict[str, Any] = {}  # by function
     for name, function, _ in first.functions:
         with _named(name, row):
-            returned[name] = function(**_arguments(function, lists, others))
-    waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
-    if waiting:
-        returned |= event_loop.wait_for(_await_all(waiting, row))
-    values = [dict[str, float]() for _ in batch]
-    for name, numbers in returned.items():
+            returned[name] = function(**_arguments(function, per_completion, shared))
+    awaitables = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
+    if awaitables:
+        returned |= event_loop.wait_for(_await_all(awaitables, row))
+    values = [dict[str, float]() for _ in batch]  # of the functions that apply to a completion
+    logged = [dict[str, Any]() for _ in batch]  # info of a completion
+    for name, rewards in returned.items():
         with _named(name, row):
-            for own, number in zip(values, _numbers(numbers, len(batch)), strict=True):
-                own |= {} if math.isnan(number) else {name: number}
-    for column, of_all in extras.items():
-        for info, value in zip(logged, of_all, strict=False):
-            info[column] = value
-    means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
-    return [env.to_step(own, means | info)
-            for env, own, info in zip(batch, values, logged, strict=True)]  # fmt: skip
+            for values_by_name, reward in zip(values, _floats(rewards, len(batch)), strict=True):
+                if not math.isnan(reward):
+                    values_by_name[name] = reward
+    for column, entries in extras.items():
+        for info, entry in zip(logged, entries, strict=False):
+            info[column] = entry
+    means = {name: statistics.fmean(samples) for name, samples in metrics.items()}
+    return [batch[i].to_step(values[i], means | logged[i]) for i in range(len(batch))]
 
 
 def _arguments(
-    function: Callable[..., Any], lists: dict[str, list[Any]], others: dict[str, Any]
+    function: Callable[..., Any], per_completion: dict[str, list[Any]], shared: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that a function names. `lists`: those with an entry for each completion, of
-    which it gets copies."""
+    """The arguments that a function names; it gets copies of the lists `per_completion`."""
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {
-        key: [*map(copy.deepcopy, value)] if key in lists else value
-        for key, value in (lists | others).items() if takes_all or key in parameters
-    }  # fmt: skip
+    arguments = {}
+    for key, value in (per_completion | shared).items():
+        if takes_all or key in parameters:
+            arguments[key] = [*map(copy.deepcopy, value)] if key in per_completion else value
+    return arguments
 
 
-def _numbers(returned: Any, count: int) -> list[float]:
+def _floats(rewards: Any, count: int) -> list[float]:
     """What a function returned, as `count` numbers, NaN for None; raises if it is anything else."""
-    if isinstance(returned, str | dict) or not isinstance(returned, Iterable):
-        hint = OF_MAKER if callable(returned) else ""
-        raise EnvFailure(f"it returned {returned!r:.50}, not a list of {count} numbers{hint}")
-    numbers = [math.nan if value is None else float(value) for value in returned]
-    if len(numbers) != count:
-        raise EnvFailure(f"{len(numbers)} rewards for {count} completions")
-    return numbers
+    if isinstance(rewards, str | dict) or not isinstance(rewards, Iterable):
+        hint = OF_MAKER if callable(rewards) else ""
+        raise EnvFailure(f"it returned {rewards!r:.50}, not a list of {count} numbers{hint}")
+    floats = [math.nan if reward is None else float(reward) for reward in rewards]
+    if len(floats) != count:
+        raise EnvFailure(f"{len(floats)} rewards for {count} completions")
+    return floats
 
 
-async def _await_all(waiting: dict[str, Any], row: Placed | None) -> dict[str, Any]:
+async def _await_all(awaitables: dict[str, Any], row: PlacedRow | None) -> dict[str, Any]:
     async def wait(name: str) -> Any:
         with _named(name, row):
-            return await waiting[name]
+            return await awaitables[name]
 
-    return dict(zip(waiting, await asyncio.gather(*map(wait, waiting)), strict=True))
+    return dict(zip(awaitables, await asyncio.gather(*map(wait, awaitables)), strict=True))
 
 
 @contextmanager
-def _named(name: str, row: Placed | None) -> Iterator[None]:
-    """An exception in the block says in which reward function it was raised, and for which row."""
+def _named(name: str, row: PlacedRow | None) -> Iterator[None]:
+    """Lets an exception of the block name the reward function, and the row if it is for one row."""
     try:
         yield
     except EnvFailure as error:

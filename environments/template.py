@@ -4,7 +4,7 @@
     python -m environments check my_envs.py:HigherLower     # then play, show; or: pytest my_envs.py
     python train.py --env my_envs.py:HigherLower --sft-steps 40 --num-updates 40 --lr 1e-4
 
-Each keeps one task in eight for evaluation, which `seed in EVAL_SEEDS` recognizes: by a rule, or by
+Each keeps one task in eight for evaluation, whose seeds are EVAL_SEEDS: by a rule, or by
 `is_held_out`, which decides from a text that identifies the task.
 """
 
@@ -26,7 +26,7 @@ class Parity(Env):
         rng, held_out = random.Random(seed), seed in EVAL_SEEDS
         self.hasty_answer = rng.choice(["odd", "even"])
         self.number = rng.randrange(10**self.digits)
-        while (self.number // 2 % 8 == 0) != held_out:  # by a rule: 10 numbers may be all
+        while (self.number // 2 % 8 == 0) != held_out:  # a rule divides even 10 numbers evenly
             self.number = rng.randrange(10**self.digits)
         return [user(f"Is {self.number} odd or even? End with <answer>odd</answer> or even.")]
 
@@ -48,7 +48,7 @@ class HigherLower(Env):
     Halving finds 7 of 10 in 3 guesses. Set --max-turns to `guesses` at least.
     """
 
-    luck = True  # so a run does not ask that each demonstration is right
+    luck = True  # so a run does not check at its start that every demonstration is right
 
     def __init__(self, guesses: int = 3) -> None:
         self.guesses = guesses
@@ -99,21 +99,21 @@ class Nim(MultiAgentEnv):
         return {"first": [self._message("Nim: who takes the last stone wins. ")]}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        ((agent, response),) = responses.items()
-        other = "second" if agent == "first" else "first"
+        [(agent, response)] = responses.items()
+        opponent = "second" if agent == "first" else "first"
         taken = read_action(response, "move", integer(1, min(9, self.stones)))
         self.stones -= taken or 0
         if taken and self.stones:
-            return {agent: Step(None, 0.0, False), other: Step(self._message(), 0.0, False)}
-        won = 1.0 if taken else -1.0
-        return {agent: Step(None, won, True, {"correct": won > 0}),
-                other: Step(None, -won, True, {"correct": won < 0})}  # fmt: skip
+            return {agent: Step(None, 0.0, False), opponent: Step(self._message(), 0.0, False)}
+        won = Step(None, 1.0, True, {"correct": True})
+        lost = Step(None, -1.0, True, {"correct": False})
+        return {agent: won, opponent: lost} if taken else {agent: lost, opponent: won}
 
     def demonstrate(self, agent: str, hasty: bool = False) -> str:
         if hasty:
             return f"<move>{self.rng.randint(1, min(9, self.stones))}</move>"
-        rest = self.stones % 10  # who leaves a multiple of 10 wins
-        return f"{self.stones} = {self.stones - rest} + {rest} <move>{rest or 1}</move>"
+        surplus = self.stones % 10  # who leaves a multiple of 10 wins
+        return f"{self.stones} = {self.stones - surplus} + {surplus} <move>{surplus or 1}</move>"
 
     def _message(self, start: str = "") -> Message:
         return user(f"{start}{self.stones} stones. Take 1 to 9: <move>number</move>")

@@ -78,10 +78,10 @@ class AgainstOpponent(Env):
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Names the winning moves of both sides, then a best one; `hasty`: a random move."""
-        return f"<move>{self.guess}</move>" if hasty else worked(self.board, "X")
+        return f"<move>{self.guess}</move>" if hasty else worked_response(self.board, "X")
 
     def trivial(self) -> str:
-        """The first free cell."""
+        """Always takes the first free cell."""
         return f"<move>{free(self.board)[0]}</move>"
 
     def _reply(self) -> int:
@@ -103,24 +103,27 @@ class SelfPlay(MultiAgentEnv):
         return {"X": [_show(RULES.format("X"), self.board)]}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        mover, other, info = self.turn, OTHER[self.turn], {"correct": False}
+        mover, opponent = self.turn, OTHER[self.turn]
+        info = {"correct": False}
         cell = read_cell(responses[mover], self.board)
         if cell is None:
-            refused = {mover: self.retries[mover].refuse(_hint(self.board))}
-            return refused | ({other: Step(None, 0.0, True, info)} if refused[mover].done else {})
-        is_first = self.board == EMPTY
-        self.board, self.turn = place(self.board, cell, mover), other
+            steps = {mover: self.retries[mover].refuse(_hint(self.board))}
+            if steps[mover].done:
+                steps[opponent] = Step(None, 0.0, True, info)
+            return steps
+        text = RULES.format("O") if self.board == EMPTY else f"{mover} takes {cell}."
+        self.board, self.turn = place(self.board, cell, mover), opponent
         if is_over(self.board):
-            return {side: _end(self.board, side) for side in (mover, other)}
-        ask = _show(RULES.format("O") if is_first else f"{mover} takes {cell}.", self.board)
-        return {mover: Step(None, 0.0, False, info), other: Step(ask, 0.0, False, info)}
+            return {side: _end(self.board, side) for side in (mover, opponent)}
+        message = _show(text, self.board)
+        return {mover: Step(None, 0.0, False, info), opponent: Step(message, 0.0, False, info)}
 
     def demonstrate(self, agent: str, hasty: bool = False) -> str:
         """As `AgainstOpponent.demonstrate`, from the side of `agent`."""
         if hasty:
             rng = random.Random(f"hasty {self.seed} {self.board}")
             return f"<move>{rng.choice(free(self.board))}</move>"
-        return worked(self.board, agent)
+        return worked_response(self.board, agent)
 
 
 def free(board: str) -> list[int]:
@@ -162,7 +165,7 @@ def value(board: str, side: str) -> float:
     """
     if is_over(board):
         return outcome(board, side)
-    return max(-0.9 * value(place(board, c, side), OTHER[side]) for c in free(board))
+    return max(-0.9 * value(place(board, cell, side), OTHER[side]) for cell in free(board))
 
 
 def best_moves(board: str, side: str) -> list[int]:
@@ -171,20 +174,20 @@ def best_moves(board: str, side: str) -> list[int]:
     >>> best_moves("X...O...X", "O")  # a corner would lose
     [2, 4, 6, 8]
     """
-    after = {c: -value(place(board, c, side), OTHER[side]) for c in free(board)}
-    return [cell for cell in after if after[cell] == max(after.values())]
+    values = {cell: -value(place(board, cell, side), OTHER[side]) for cell in free(board)}
+    return [cell for cell in values if values[cell] == max(values.values())]
 
 
-def worked(board: str, side: str) -> str:
-    """Returns a worked response: the moves that win for `side`, those for the other, and, among
-    equally good moves, the one that is best against a random opponent.
+def worked_response(board: str, side: str) -> str:
+    """Returns a worked response: the cells that win for `side`, those that win for the other side,
+    and the move: of the best ones that which is best against a random opponent.
 
-    >>> worked("XX.OO....", "O")
+    >>> worked_response("XX.OO....", "O")
     'O wins: 6. X wins: 3. <move>6</move>'
     """
     winning = []
     for player in (side, OTHER[side]):
-        cells = [c for c in free(board) if has_line(place(board, c, player), player)]
+        cells = [cell for cell in free(board) if has_line(place(board, cell, player), player)]
         winning.append(f"{player} wins: {_names(cells)}.")
     best = max(best_moves(board, side), key=lambda cell: _value_vs_random(board, cell, side))
     return f"{' '.join(winning)} <move>{best}</move>"

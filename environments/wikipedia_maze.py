@@ -56,8 +56,10 @@ class WikipediaMaze(Env):
     def __init__(self, n_hops: int = 2, brief: bool = False):
         check_range("n_hops", n_hops, 1, MAX_HOPS)
         self.n_hops, self.max_visits, self.brief = n_hops, n_hops + 3, brief
-        pairs = [(a, b) for b in pages() for a in pages() if clicks_to(b)[a] == n_hops]
-        self.eval_pairs = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
+        pairs = []
+        for target in pages():
+            pairs += [(start, target) for start in pages() if clicks_to(target)[start] == n_hops]
+        self.eval_pairs = [pair for pair in pairs if is_held_out(">".join(pair))]
         self.train_pairs = sorted({*pairs} - {*self.eval_pairs})
 
     def reset(self, seed: int) -> list[Message]:
@@ -65,9 +67,9 @@ class WikipediaMaze(Env):
         start, target = self.rng.choice(self.eval_pairs if seed in EVAL_SEEDS else self.train_pairs)
         self.retries = Retries()
         self.visits, self.target = 0, target
-        self.seen: set[str] = set()
-        self._open(target)  # only draws, as in the recorded runs
-        self.seen.clear()
+        self.visited: set[str] = set()
+        self._open(target)  # only draws random numbers, as the recorded runs did
+        self.visited.clear()
         self._open(start)
         self.clicks = clicks_to(target)
         rules = "" if self.brief else f"Click links to the target. Think, then end with {FORM}.\n"
@@ -81,9 +83,9 @@ class WikipediaMaze(Env):
             return self._refuse("No link of this page." if title else "No action found.")
         self.visits += 1
         self._open(link)
-        found = self.title == self.target
-        if found or self.visits == self.max_visits or not self.links:
-            return Step(None, float(found), True, {"correct": found, "visits": self.visits})
+        correct = self.title == self.target
+        if correct or self.visits == self.max_visits or not self.links:
+            return Step(None, float(correct), True, {"correct": correct, "visits": self.visits})
         return Step(user(self._show()), 0.0, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str:
@@ -95,14 +97,14 @@ class WikipediaMaze(Env):
             return f"Nothing nearer is left. {_visit(self.guess)}"
         if self.target in nearer:
             return f"The target is on this page. {_visit(self.target)}"
-        named = ", ".join(linking_to(self.target)[:MAX_NAMED])
-        return f"The target is not on this page, it is on {named}. {_visit(nearer[0])}"
+        sources = ", ".join(linking_to(self.target)[:MAX_NAMED])
+        return f"The target is not on this page, it is on {sources}. {_visit(nearer[0])}"
 
     def _open(self, title: str) -> None:
         self.title, self.links = title, links()[title]
-        self.seen.add(self.title)
+        self.visited.add(title)
         if self.brief:
-            self.links = [link for link in self.links if link not in self.seen]
+            self.links = [link for link in self.links if link not in self.visited]
             self.rng.shuffle(self.links)
         self.guess = self.rng.choice(self.links or [""])
 
@@ -117,14 +119,14 @@ class WikipediaMaze(Env):
         step = self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)
         if step.done or not self.brief:
             return step
-        return replace(step, message=user(self._show()), fresh=True)  # the page instead of the hint
+        return replace(step, message=user(self._show()), fresh=True)  # the links, not the hint
 
 
 @cache
 def pages() -> dict[str, dict[str, str]]:
     """Returns the texts of each page, by title and heading."""
-    read: dict[str, dict[str, str]] = json.loads(PAGES.read_text(encoding="utf-8"))
-    return read
+    texts: dict[str, dict[str, str]] = json.loads(PAGES.read_text(encoding="utf-8"))
+    return texts
 
 
 @cache
@@ -165,7 +167,8 @@ def linking_to(target: str) -> list[str]:
 
 
 def _title(value: Any) -> str | None:
-    """The title without case, underscores, surrounding quotes and brackets; None if it is none.
+    """The title in lower case without underscores and surrounding quotes and brackets; None if
+    `value` is no text or nothing is left of it.
 
     >>> _title(" 'silk_ROAD'. ")
     'silk road'

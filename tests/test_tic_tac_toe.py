@@ -39,7 +39,7 @@ def test_the_perfect_player_never_loses_and_draws_with_itself(perfect):
 def test_a_demonstration_wins_soon_and_leaves_a_random_opponent_the_most_ways_to_lose():
     assert game.best_moves("...OXOXOX", "X") == [1, 3]  # 2 wins one move later
     assert game.best_moves("O..X.OXOX", "X") == [2, 3, 5]  # all draw; after 3, O must take 5
-    assert game.worked("O..X.OXOX", "X") == "X wins: none. O wins: none. <move>3</move>"
+    assert game.worked_response("O..X.OXOX", "X") == "X wins: none. O wins: none. <move>3</move>"
 
 
 @pytest.mark.parametrize("opponent", ["random", "perfect"])
