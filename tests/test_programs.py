@@ -490,7 +490,7 @@ def test_wrong_options_are_refused(write, options, reason):
     with pytest.raises(UsageError, match=reason):
         make(write("def run(task): pass", **options))
     with pytest.raises(UsageError, match="no exception"):
-        worker.exception("os.sep")
+        worker.exception_of("os.sep")
 
 
 @pytest.mark.parametrize("name", [

@@ -34,7 +34,7 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
-from environments.plumbing.tools import END_OF_THOUGHT, OPENING, name_of, spoken
+from environments.plumbing.tools import END_OF_THOUGHT, OPENING, after_thoughts, name_of
 
 Key = tuple[str, ...]  # of a conversation: tools and schema, and the `message_key` of each message
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
@@ -175,19 +175,19 @@ class Conversations:
         for stop in ask.stop:
             text = text.partition(stop)[0]
         text = as_hermes(tokenizer, text) if ask.tools else text
-        content = spoken(text)
+        content = after_thoughts(text)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if END_OF_THOUGHT in text:
             message["reasoning_content"] = text[: len(text) - len(content)].strip()
         calls = list[dict[str, Any]]()
         for name, arguments in read_calls(tokenizer, text) if ask.tools else ():
-            if name:  # else it cannot be read
+            if name:  # a call without a name could not be read
                 function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
                 call_id = f"call_{number}_{len(calls)}"
                 calls.append({"id": call_id, "type": "function", "function": function})
         if calls:
-            before = content.partition(OPENING)[0].strip()
-            message |= {"content": before or None, "tool_calls": calls}
+            text_before = content.partition(OPENING)[0].strip()
+            message |= {"content": text_before or None, "tool_calls": calls}
         texts = [""] * len(completion.token_ids)
         if ask.body.get("logprobs"):
             texts = [str(tokenizer.decode([i])) for i in completion.token_ids]

@@ -48,19 +48,27 @@ class ProgramError(Exception):
 class Program(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
     with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, as
-    module.Name; `error_reward`: what they earn at most; `timeout`: seconds between two requests,
-    and until the program ends after its last one; `host`: the address of this machine at which
-    programs in containers reach the endpoint; `alone`: as `Env.alone`, for programs that take
+    module.Name; `error_reward`: the most that an exception earns; `timeout`: seconds between two
+    requests, and until the program ends after its last one; `host`: the address of this machine at
+    which programs in containers reach the endpoint; `alone`: as `Env.alone`, for programs that take
     different times or wait for each other."""
 
     is_program = heavy = waits = True  # core/extras/programs.py answers its requests
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
 
     def __init__(
-        self, run: str = "", command: str = "", data: str = "", zero_on: tuple[str, ...] = (),
-        error_reward: float = 0.0, timeout: float = 300.0, config: str = "", split: str = "train",
-        host: str = endpoint.HOST, alone: bool = False,
-    ):  # fmt: skip
+        self,
+        run: str = "",
+        command: str = "",
+        data: str = "",
+        zero_on: tuple[str, ...] = (),
+        error_reward: float = 0.0,
+        timeout: float = 300.0,
+        config: str = "",
+        split: str = "train",
+        host: str = endpoint.HOST,
+        alone: bool = False,
+    ):
         if bool(run) == bool(command):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
         if not data:
@@ -76,11 +84,11 @@ class Program(Env):
         if run:
             self.arguments, self.libraries = [run, *zero_on], libraries_of(run)
             check_program(run, zero_on)
-        self.session: Any = None  # of the present program
-        self.asks: list[Ask] = []  # that wait for an answer; none: the program has ended
+        self.session: Any = None  # of the episode's program
+        self.asks: list[Ask] = []  # requests that wait for an answer; none: the program has ended
         self.error: Exception | None = None  # why the episode earned `error_reward`
         self.turns: list[float] = []  # the rewards of single answers, at the end
-        self.over_limit = False  # a request was refused, which cuts the episode
+        self.over_limit = False  # a request was refused, which truncates the episode
 
     @classmethod
     def begin_run(cls, info: RunInfo) -> None:
@@ -90,19 +98,20 @@ class Program(Env):
         """Starts the program. Returns the messages of its first request, if that comes at once."""
         self.close()
         row = draw(seed, self.train, self.test)
-        self.turns, self.over_limit, self.error, self.place = [], False, None, row.place
+        self.place = row.place
+        self.turns, self.over_limit, self.error = [], False, None
         self.session = session = endpoint.shared(self.host).open()
         task = {"task": row, "seed": seed} if self.libraries else row
-        self.files, self.process = started(session, task, self.arguments, self.libraries)
+        self.files, self.process = start(session, task, self.arguments, self.libraries)
         process = self.process
         threading.Thread(target=lambda: session.end(process.wait()), daemon=True).start()
         if not self._wait():
-            self._outcome()  # raises: nothing was answered
+            self._outcome()  # raises: no request was answered
         return [{"role": m["role"], "content": m["content"]} for m in self.asks[0].messages]
 
     def step(self, response: str) -> Step:
-        """Goes on until the next requests. Those that still wait are answered by `response`. The
-        step's message is the last one of the next request."""
+        """Answers requests that still wait with `response`, and waits for the next ones. The step's
+        message is the last one of the next request."""
         for ask in self.asks:
             if not ask.outcome.done():
                 answer = {"role": "assistant", "content": response}
@@ -130,17 +139,17 @@ class Program(Env):
         return asks is not None
 
     def _outcome(self) -> Step:
-        """The last step. Raises what went wrong, unless the policy caused it."""
+        """Returns the last step. Raises the error of the episode, unless the policy caused it."""
         self.close()
         session = self.session
         try:
             result = result_of(self.arguments[0], session.code, self.files, bool(self.libraries))
             if not session.has_answer:
-                why = ["it sent none with its API key", *session.refusals][-1]
-                raise ValueError(f"no request of the program was answered: {why}")
+                reason = ["it sent none with its API key", *session.refusals][-1]
+                raise ValueError(f"no request of the program was answered: {reason}")
             info = dict(result) if isinstance(result, dict) else {"reward": result}
-            reward, turns = _number(info.pop("reward", None)), info.pop("turns", [])
-            self.turns = [*map(_number, turns)]
+            reward = _checked_reward(info.pop("reward", None))
+            self.turns = [*map(_checked_reward, info.pop("turns", []))]
             info = {"correct": reward >= 1, "agent_error": 0} | info
             return checked_step(self._last_step(reward, info), "the program", is_single=True)
         except Exception as error:
@@ -157,25 +166,25 @@ class Program(Env):
 def check_program(run: str, zero_on: tuple[str, ...]) -> None:
     """Imports a program, in a process. Raises UsageError if that fails."""
     session = endpoint.shared().open()
-    session.close()  # it may ask nothing
-    files, process = started(session, None, [run, *zero_on], libraries_of(run))
+    session.close()  # its requests are refused
+    files, process = start(session, None, [run, *zero_on], libraries_of(run))
     try:
         result_of(run, process.wait(), files, True)
     except (EnvFailure, ProgramError) as error:
         raise UsageError(str(error)) from None
 
 
-def started(
+def start(
     session: Session, task: Any, arguments: Sequence[str], libraries: tuple[str, ...]
 ) -> tuple[list[IO[bytes]], processes.Forked | processes.Fresh]:
-    """The process of an episode, and its stdin, stdout and stderr. Raises EnvFailure."""
+    """Starts the process of an episode; returns its files and the process. Raises EnvFailure."""
     files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115
     files[0].write(json.dumps(task).encode() + b"\n")
     files[0].seek(0)
     hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    hosts = f"{hosts},{session.endpoint.host}"  # is asked without a proxy
-    variables = {"OPENAI_BASE_URL": session.endpoint.url, "OPENAI_API_KEY": session.key,
-                 "no_proxy": hosts, "NO_PROXY": hosts}  # fmt: skip
+    hosts = f"{hosts},{session.endpoint.host}"
+    variables = {"OPENAI_BASE_URL": session.endpoint.url, "OPENAI_API_KEY": session.key}
+    variables |= {"no_proxy": hosts, "NO_PROXY": hosts}
     return files, processes.start(files, variables, arguments, libraries)
 
 
@@ -193,6 +202,6 @@ def result_of(name: str, code: int, files: list[IO[bytes]], is_function: bool) -
     raise ValueError(f"the last line of {name} is no reward as JSON: {last}"[:300])
 
 
-def _number(value: Any) -> float:
-    """Raises TypeError or ValueError if it is none that can be a reward."""
+def _checked_reward(value: Any) -> float:
+    """Raises TypeError or ValueError if `value` cannot be a reward."""
     return checked_step(Step(None, value, True), "the program", is_single=True).reward

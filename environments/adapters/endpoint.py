@@ -5,9 +5,9 @@
     GET  /v1/models
 
 The API key names the session of a request: `Endpoint.open` makes a session with a key of its own,
-and `Session.receive` returns what programs with that key wait for. The server's thread only reads
-and writes HTTP; who answers is not its business. An answer is complete before any of it is sent, so
-a stream is one chunk. Errors have OpenAI's form and status.
+and `Session.receive` returns the requests with that key that wait for an answer. The server's
+thread only reads and writes HTTP; another thread answers. An answer is complete before any of it is
+sent, so a stream is one chunk. Errors have OpenAI's form and status.
 
 Messages have the form of chat completions, with a content of text. The Responses API is translated
 to chat completions, and their answers to its own.
@@ -33,12 +33,11 @@ from starlette.responses import Response
 
 HOST = "127.0.0.1"
 Json = dict[str, Any]
-FILES = 4096  # for programs: each has two sockets for a connection, and what it opens
-MAX_REFUSED = 100  # requests of a session; then nobody waits for more
+FILES = 4096  # open files that this process needs at most: each program has two sockets and more
+MAX_REFUSED = 100  # requests of a session; after more the episode ends
 LIMITS = "max_completion_tokens", "max_tokens"
 ROLES = "system", "user", "assistant", "tool"
-# What the policy cannot do
-UNSUPPORTED = {"functions", "conversation", "prompt", "background"}
+UNSUPPORTED = {"functions", "conversation", "prompt", "background"}  # fields of a request
 
 
 class Refused(Exception):
@@ -51,8 +50,8 @@ class Refused(Exception):
 
 @dataclass
 class Choice:
-    """One answer to a request. `tokens`: the log-prob of each sampled token, and its text, which is
-    "" unless the request wants log-probs."""
+    """One answer to a request. `tokens`: text and log-prob of each sampled token; the text is ""
+    unless the request wants log-probs."""
 
     message: Json
     finish_reason: str  # stop, length or tool_calls
@@ -61,7 +60,7 @@ class Choice:
 
 @dataclass(eq=False)
 class Ask:
-    """A request while it is answered: `reply` or `refuse` ends it."""
+    """A request that waits for its answer; `reply` or `refuse` sends it."""
 
     session: "Session"
     body: Json
@@ -71,29 +70,29 @@ class Ask:
     outcome: Future[Json] = field(default_factory=Future)  # a chat completion, or Refused
 
     def __post_init__(self) -> None:
-        body, stop = self.body, self.body.get("stop") or []
+        body = self.body
         self.n = int(body.get("n") or 1)
-        self.stop = [f"{text}" for text in ([stop] if isinstance(stop, str) else stop) if text]
+        stop = body.get("stop") or []
+        texts = [stop] if isinstance(stop, str) else stop
+        self.stop = [str(text) for text in texts if text]
         limits = [int(body[name]) for name in LIMITS if body.get(name) is not None]
         self.max_tokens: int | None = min(limits, default=None)
         if min([self.n, *limits]) < 1:
             raise ValueError("n and a limit of tokens are at least 1")
-        # the JSON schema that the answer is to have
+        # the JSON schema of the answer
         self.schema = (body.get("response_format") or {}).get("json_schema", {}).get("schema")
         if not isinstance(self.schema or {}, dict):
             raise TypeError("a JSON schema must be an object")
 
     def reply(self, choices: list[Choice], num_prompt_tokens: int) -> None:
-        """Sends the answer."""
         self.session.has_answer = True
         with suppress(InvalidStateError):  # the episode has ended
             self.outcome.set_result(chat_completion(self, choices, num_prompt_tokens))
 
     def refuse(self, error: Exception) -> None:
-        """Sends an error."""
         with suppress(InvalidStateError):
-            is_refused = isinstance(error, Refused)
-            self.outcome.set_exception(error if is_refused else Refused(str(error)))
+            refused = error if isinstance(error, Refused) else Refused(str(error))
+            self.outcome.set_exception(refused)
 
 
 class Session:
@@ -102,14 +101,14 @@ class Session:
     def __init__(self, endpoint: "Endpoint"):
         self.endpoint, self.key = endpoint, f"sk-{secrets.token_hex(16)}"
         self.inbox = queue.SimpleQueue[Ask | None]()
-        self.waiting = set[Ask]()  # for their answer
+        self.waiting = set[Ask]()  # without an answer
         self.responses: dict[str, list[Json]] = {}  # conversations, by the id of their last answer
         self.has_answer = False  # whether a request was answered
-        self.code = 0  # with which the program ended
-        self.refusals: list[str] = []  # why requests were refused
+        self.code = 0  # exit code of the program
+        self.refusals: list[str] = []  # reasons for which requests were refused
 
     def receive(self, timeout: float) -> list[Ask] | None:
-        """What has been asked, [] if that is nothing in `timeout` seconds; None after `end`."""
+        """The new requests, [] if none comes in `timeout` seconds; None after `end`."""
         asks: list[Ask] = []
         with suppress(queue.Empty):
             while ask := self.inbox.get(timeout=0 if asks else timeout):
@@ -123,7 +122,7 @@ class Session:
         self.inbox.put(None)
 
     async def answer(self, ask: Ask) -> Json:
-        """The chat completion, once it is there. Raises Refused if there will be none."""
+        """Waits for the chat completion. Raises Refused if the request gets none."""
         self.waiting.add(ask)
         try:
             if self.key not in self.endpoint.sessions:
@@ -134,7 +133,7 @@ class Session:
             self.waiting.discard(ask)
 
     def close(self) -> None:
-        """Makes the key invalid, and refuses what is still waiting."""
+        """Makes the key invalid, and refuses the requests that still wait."""
         self.endpoint.sessions.pop(self.key, None)
         for ask in [*self.waiting]:
             ask.refuse(Refused("the episode of this API key has ended", "episode_ended", 401))
@@ -144,23 +143,27 @@ class Endpoint:
     """The server, in a thread. `host`: the address of this machine on which it listens."""
 
     def __init__(self, host: str = HOST):
-        """Raises OSError if the address is none of this machine, or all of them."""
-        if host == "0.0.0.0":  # no program can ask there
+        """Raises OSError if the address is not one of this machine."""
+        if host == "0.0.0.0":  # no program can send a request there
             raise OSError("that is no single address")
         self.sessions: dict[str, Session] = {}
         listener = socket.create_server((host, 0))
-        # its connections inherit it; else the body of each answer waits for 40 ms
+        # connections inherit the option; without it the body of each answer waits for 40 ms
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.host, self.url = host, f"http://{host}:{listener.getsockname()[1]}/v1"
-        # Mistakes of ours alone are shown: the terminal belongs to the run
-        self.server = uvicorn.Server(uvicorn.Config(
-            self, loop="asyncio", ws="none", lifespan="off", interface="asgi3", log_config=None,
-            log_level="error", timeout_keep_alive=600,
-        ))  # fmt: skip
+        config = uvicorn.Config(
+            self,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # of the server, not of programs: the terminal belongs to the run
+            timeout_keep_alive=600,
+        )
+        self.server = uvicorn.Server(config)
         threading.Thread(target=self.server.run, args=([listener],), daemon=True).start()
 
     def open(self) -> Session:
-        """A session with a key of its own."""
         session = Session(self)
         self.sessions[session.key] = session
         return session
@@ -210,21 +213,22 @@ async def response_to(session: Session, request: Request) -> Response:
         body = json.loads(await request.body())
         ask = read_ask(session, chat_of_response(session, body) if is_response else body)
     except (TypeError, LookupError, AttributeError, ValueError) as error:
-        kind = "" if type(error) is TypeError else f"{type(error).__name__}: "
-        raise Refused(f"{kind}{error}"[:300]) from None
+        text = str(error) if type(error) is TypeError else f"{type(error).__name__}: {error}"
+        raise Refused(text[:300]) from None
     answer = await session.answer(ask)
     if is_response:
-        session.responses[answer["id"]] = [*ask.body["kept"], answer["choices"][0]["message"]]
+        session.responses[answer["id"]] = [*ask.body["history"], answer["choices"][0]["message"]]
         answer = response_object(answer)
     if not body.get("stream"):
         return json_response(answer)
     if is_response:
-        events = [{"type": f"response.{kind}", "sequence_number": i} | fields
-                  for i, (kind, fields) in enumerate(response_events(answer))]  # fmt: skip
-        texts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events]
+        stream = ""
+        for number, (event, fields) in enumerate(response_events(answer)):
+            data = {"type": f"response.{event}", "sequence_number": number} | fields
+            stream += f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"
     else:
-        texts = [f"data: {json.dumps(chat_chunk(answer))}\n\n", "data: [DONE]\n\n"]
-    return Response("".join(texts), headers={"content-type": "text/event-stream"})
+        stream = f"data: {json.dumps(chat_chunk(answer))}\n\ndata: [DONE]\n\n"
+    return Response(stream, headers={"content-type": "text/event-stream"})
 
 
 def json_response(value: Json, status: int = 200) -> Response:
@@ -235,14 +239,14 @@ def json_response(value: Json, status: int = 200) -> Response:
 
 
 def read_ask(session: Session, body: Json) -> Ask:
-    """A request of chat completions. Raises what Python raises if it is none."""
-    if wrong := [name for name in UNSUPPORTED if body.get(name)]:
-        raise TypeError(f"{min(wrong)} is not supported")
+    """Reads a request of chat completions. Raises what Python raises for any other body."""
+    unsupported = [name for name in UNSUPPORTED if body.get(name)]
+    if unsupported:
+        raise TypeError(f"{min(unsupported)} is not supported")
     tools: list[Json] = [*(body.get("tools") or [])]
     for tool in tools:
         if tool["type"] != "function":
-            raise TypeError(f"a tool of the type {tool['type']!r:.40}: the policy can call "
-                            "functions only")  # fmt: skip
+            raise TypeError(f"a tool must be a function, not a {tool['type']!r:.40}")
         tool["function"].setdefault("description", "")
         tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
     messages = [message_of(message) for message in body.get("messages") or []]
@@ -268,12 +272,12 @@ def message_of(message: Json) -> Json:
 def in_order_of_calls(messages: list[Json]) -> list[Json]:
     """The messages, with the results of an answer's calls in the order of these calls."""
     ordered: list[Json] = []
-    calls = [call for m in messages for call in m.get("tool_calls") or ()]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
     place = {call.get("id"): i for i, call in enumerate(calls)}
-    for is_result, group in groupby(messages, lambda m: m["role"] == "tool"):
+    for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         run = [*group]
         if is_result:
-            run.sort(key=lambda m: place.get(m.get("tool_call_id"), 0))
+            run.sort(key=lambda result: place.get(result.get("tool_call_id"), 0))
         ordered += run
     return ordered
 
@@ -284,20 +288,22 @@ def chat_completion(ask: Ask, choices: list[Choice], num_prompt_tokens: int) -> 
     for index, choice in enumerate(choices):
         entry = {"index": index, "message": choice.message, "finish_reason": choice.finish_reason}
         if ask.body.get("logprobs"):
-            entry["logprobs"] = {"content": [
+            content = [
                 {"token": text, "logprob": logprob, "top_logprobs": []}
-                for text, logprob in choice.tokens]}  # fmt: skip
+                for text, logprob in choice.tokens
+            ]
+            entry["logprobs"] = {"content": content}
         entries.append(entry)
     count = sum(len(choice.tokens) for choice in choices)
-    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": count,
-             "total_tokens": num_prompt_tokens + count}  # fmt: skip
-    return {"id": f"chatcmpl-{ask.id}", "object": "chat.completion", "created": 0,
-            "model": f"{ask.body.get('model') or 'picorl'}", "choices": entries,
-            "usage": usage}  # fmt: skip
+    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": count}
+    usage["total_tokens"] = num_prompt_tokens + count
+    completion: Json = {"id": f"chatcmpl-{ask.id}", "object": "chat.completion", "created": 0}
+    model = str(ask.body.get("model") or "picorl")
+    return completion | {"model": model, "choices": entries, "usage": usage}
 
 
 def chat_chunk(answer: Json) -> Json:
-    """A complete answer, which it changes, as the one chunk of a stream."""
+    """Makes the one chunk of a stream of a complete answer, which it changes."""
     for choice in answer["choices"]:
         choice["delta"] = choice.pop("message")
         for index, call in enumerate(choice["delta"].get("tool_calls", ())):
@@ -309,75 +315,80 @@ def chat_chunk(answer: Json) -> Json:
 
 
 def chat_of_response(session: Session, body: Json) -> Json:
-    """A request of the Responses API as one of chat completions. `kept`: the messages without the
-    instructions, which are of this request alone."""
+    """Translates a request of the Responses API to one of chat completions. `history`: its messages
+    without the instructions, which hold for this request alone."""
     previous = body.get("previous_response_id") or ""
-    messages = [dict(m) for m in session.responses.get(previous, [])]
+    messages = [dict(message) for message in session.responses.get(previous, [])]
     if previous and not messages:
         raise TypeError(f"there is no response {previous!r:.60}")
     items = body.get("input") or []
     for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
-        kind = item.get("type", "message")
-        if kind == "message":
+        item_type = item.get("type", "message")
+        if item_type == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
-        elif kind == "function_call":  # of the answer before it, which may have no text
+        elif item_type == "function_call":  # of the answer before it, which may have no text
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
             function = {"name": item["name"], "arguments": item.get("arguments")}
             call = {"id": item["call_id"], "function": function}
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", []), call]
-        elif kind == "function_call_output":
+        elif item_type == "function_call_output":
             output, call_id = item.get("output"), item["call_id"]
             messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
-        elif kind != "reasoning":
-            raise TypeError(f"an item of the type {kind!r:.40} is not supported")
-    tools = [{"type": tool["type"], "function": {k: v for k, v in tool.items() if k != "type"}}
-             for tool in body.get("tools") or []]  # fmt: skip
-    told, schema = body.get("instructions"), (body.get("text") or {}).get("format") or {}
-    system = [{"role": "system", "content": told}] if told else []
-    return body | {"messages": system + messages, "kept": messages, "tools": tools, "n": 1,
-                   "max_tokens": body.get("max_output_tokens"),
-                   "response_format": {"json_schema": schema}}  # fmt: skip
+        elif item_type != "reasoning":
+            raise TypeError(f"an item of the type {item_type!r:.40} is not supported")
+    chat = body | {"messages": messages, "history": messages, "tools": [], "n": 1}
+    for tool in body.get("tools") or []:
+        function = {key: value for key, value in tool.items() if key != "type"}
+        chat["tools"].append({"type": tool["type"], "function": function})
+    if body.get("instructions"):
+        chat["messages"] = [{"role": "system", "content": body["instructions"]}, *messages]
+    chat["max_tokens"] = body.get("max_output_tokens")
+    schema = (body.get("text") or {}).get("format") or {}
+    return chat | {"response_format": {"json_schema": schema}}
 
 
 def response_object(answer: Json) -> Json:
     """An answer in the form of the Responses API."""
-    [choice], output = answer["choices"], list[Json]()
+    [choice] = answer["choices"]
     text, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
-    status = "incomplete" if choice["finish_reason"] == "length" else "completed"
+    is_cut = choice["finish_reason"] == "length"
+    status = "incomplete" if is_cut else "completed"
+    output: list[Json] = []
     if text or not calls:
         part = {"type": "output_text", "text": text, "annotations": []}
-        output.append({"type": "message", "id": f"msg_{answer['id']}", "role": "assistant",
-                       "status": status, "content": [part]})  # fmt: skip
+        item = {"type": "message", "id": f"msg_{answer['id']}", "role": "assistant"}
+        output.append(item | {"status": status, "content": [part]})
     for call in calls:
-        output.append({"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"],
-                       "status": "completed"} | call["function"])  # fmt: skip
+        item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
+        output.append(item | {"status": "completed"} | call["function"])
     counts = answer["usage"]
-    usage = {"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"],
-             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-             "output_tokens_details": {"reasoning_tokens": 0},
-             "total_tokens": counts["total_tokens"]}  # fmt: skip
-    incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    return {
-        "id": answer["id"], "object": "response", "created_at": 0, "status": status,
-        "incomplete_details": incomplete, "model": answer["model"], "output": output,
-        "usage": usage, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
-    }  # fmt: skip
+    usage = {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counts["total_tokens"],
+    }
+    response = {"id": answer["id"], "object": "response", "created_at": 0, "status": status}
+    response |= {"model": answer["model"], "output": output, "usage": usage}
+    response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+    return response | {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
 
 
 def response_events(answer: Json) -> Iterator[tuple[str, Json]]:
-    """A complete answer as the events of a stream of the Responses API: their types and fields."""
+    """Yields the events of a stream of the Responses API for a complete answer: type and fields."""
     yield "created", {"response": answer | {"status": "in_progress", "output": []}}
     for index, item in enumerate(answer["output"]):
         place = {"output_index": index, "item_id": item["id"], "content_index": 0}
         if item["type"] == "message":
             [part] = item["content"]
-            kind, text = "output_text", part["text"]
-            begun = item | {"content": [part | {"text": ""}]}
+            event, text = "output_text.delta", part["text"]
+            empty = {"content": [part | {"text": ""}]}
         else:
-            kind, text = "function_call_arguments", item["arguments"]
-            begun = item | {"arguments": ""}
-        yield "output_item.added", place | {"item": begun | {"status": "in_progress"}}
-        yield f"{kind}.delta", place | {"delta": text, "logprobs": []}
+            event, text = "function_call_arguments.delta", item["arguments"]
+            empty = {"arguments": ""}
+        yield "output_item.added", place | {"item": item | empty | {"status": "in_progress"}}
+        yield event, place | {"delta": text, "logprobs": []}
         yield "output_item.done", place | {"item": item}
     yield answer["status"], {"response": answer}

@@ -40,11 +40,10 @@ def read_named(actions: dict[str, int], response: str) -> int | None:
     """Returns the last action that the response names, by word or by number; None without one."""
     # In plain text a number counts only if it is the whole response: it may be an observation.
     plain = rf"(?<![\w.+-])({'|'.join(actions)}|^\s*\d+\s*$)(?!\w|\.\d)"
-    by_name = {str(i): i for i in actions.values()} | actions
+    by_name = {str(number): number for number in actions.values()} | actions
     to_name = one_of(*by_name)
-    name = read_action(
-        response, "action", lambda v: to_name(str(v) if type(v) is int else v), plain
-    )
+    convert = lambda value: to_name(str(value) if type(value) is int else value)  # noqa: E731
+    name = read_action(response, "action", convert, plain)
     return None if name is None else by_name[name]
 
 
@@ -60,17 +59,25 @@ class Gymnasium(Env):
 
     luck = True
 
-    def __init__(self, id: str = "CartPole-v1", max_steps: int = 0, repeat: int = 1,
-                 scale: float = 1.0, memory: bool = True, words: str = "",
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        id: str = "CartPole-v1",
+        max_steps: int = 0,
+        repeat: int = 1,
+        scale: float = 1.0,
+        memory: bool = True,
+        words: str = "",
+        **options: Any,
+    ) -> None:
         check_range("max_steps", max_steps, 0)
         check_range("repeat", repeat, 1)
-        self.env, self.repeat, self.scale = _make(id, max_steps or None, options), repeat, scale
-        self.memory, self.game = memory, import_attribute(words) if words else find_game(self.env)
+        self.env = _make(id, max_steps or None, options)
+        self.repeat, self.scale, self.memory = repeat, scale, memory
+        self.game = import_attribute(words) if words else find_game(self.env)
         if not isinstance(self.game, Game) or not (self.game.read or self.game.actions):
             raise UsageError(f"words={words} names no Game with `read` or `actions`")
-        named = " or ".join(self.game.actions) or "a valid action"
-        self.hint = self.game.hint or f"End with {named}."
+        names = " or ".join(self.game.actions) or "a valid action"
+        self.hint = self.game.hint or f"End with {names}."
         first = int(getattr(self.env.action_space, "start", 0))
         self.actions = {name: i for i, name in enumerate(self.game.actions, first)}
 
@@ -79,7 +86,7 @@ class Gymnasium(Env):
         self.retries = Retries(final=-self.game.forfeit * self.scale)
         self.unscaled_return, self.steps = 0.0, 0
         observation, _ = self.env.reset(seed=seed % 2**31)
-        self.env.action_space.seed(seed % 2**31)  # of the random guesses
+        self.env.action_space.seed(seed % 2**31)  # for random guesses
         return [user(self._describe(observation, with_rules=True))]
 
     def step(self, response: str) -> Step:
@@ -94,13 +101,14 @@ class Gymnasium(Env):
             if terminated or truncated:
                 break
         self.unscaled_return += reward
-        done, at_limit = terminated or truncated, truncated and not terminated
-        to_last = self.game.solved == "truncated"  # until the time limit
-        correct = at_limit if to_last else terminated and self.unscaled_return > 0
+        done = terminated or truncated
+        is_cut = truncated and not terminated
+        correct = terminated and self.unscaled_return > 0
+        if self.game.solved == "truncated":  # the task is to reach the time limit
+            is_cut, correct = False, is_cut
         message = None if done else user(self._describe(observation, not self.memory))
         info = {"correct": bool(correct), "steps": self.steps}
-        cut = at_limit and not to_last
-        return Step(message, reward * self.scale, done, info, not self.memory, cut)
+        return Step(message, reward * self.scale, done, info, not self.memory, is_cut)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """Returns the player's action, None if there is no player; `hasty`: mostly the last one."""
@@ -121,7 +129,7 @@ class Gymnasium(Env):
         return f"{self.game.rules} {self.hint}\n{line}" if with_rules else line
 
     def _guess(self) -> str | None:
-        """Returns mostly the last action, which a policy prefers after more guesses than good play.
+        """Returns mostly the last action, so that guesses teach a policy to prefer it.
 
         Without names of actions: a random action as JSON; None if `words` reads them otherwise.
         """
@@ -132,7 +140,6 @@ class Gymnasium(Env):
         return self.game.actions[self.rng.choice((last, last, last, self.rng.randint(0, last)))]
 
     def _read(self, response: str) -> Any:
-        """Returns the action of a response; None if there is none of the action space."""
         read = self.game.read or partial(read_named, self.actions)
         return to_action(self.env.action_space, read(response))
 
@@ -140,8 +147,8 @@ class Gymnasium(Env):
 def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:
     gymnasium = import_library("gymnasium")
     source, _, id = id.rpartition(":")
-    module = import_source(source) if source else None  # which registers the environment
-    made: Any = id
-    if inspect.isclass(kind := getattr(module, id, None)):  # or has its class
-        made = gymnasium.envs.registration.EnvSpec(id=id, entry_point=kind)
-    return gymnasium.make(made, max_episode_steps=max_steps, disable_env_checker=True, **options)
+    env_class = getattr(import_source(source), id, None) if source else None
+    spec: Any = id  # which that import may have registered
+    if inspect.isclass(env_class):
+        spec = gymnasium.envs.registration.EnvSpec(id=id, entry_point=env_class)
+    return gymnasium.make(spec, max_episode_steps=max_steps, disable_env_checker=True, **options)

@@ -50,7 +50,8 @@ def show_numbers(observation: Any) -> str:
     if array.ndim > 1:
         return " / ".join(map(show_numbers, array))
     numbers = np.ravel(array).tolist()
-    return " ".join(f"{n:z.3g}" if isinstance(n, float) else str(int(n)) for n in numbers)
+    texts = [f"{it:z.3g}" if isinstance(it, float) else str(int(it)) for it in numbers]
+    return " ".join(texts)
 
 
 class Game(NamedTuple):
@@ -77,8 +78,7 @@ def find_game(env: Any) -> Game:
     if id in GAMES:
         return GAMES[id]
     if len(show_numbers(env.observation_space.sample())) > MAX_SHOWN:
-        raise UsageError(f"{id} observes images, which a language model cannot read; "
-                         "words=module:GAME can tell them as text")  # fmt: skip
+        raise UsageError(f"{id} observes images: name words=module:GAME, which shows them as text")
     rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
     # The steps may have negative rewards: forfeiting must cost more than the longest episode.
     game = Game(rules, forfeit=env.spec.max_episode_steps or 1.0)
@@ -107,8 +107,8 @@ def docstring_rules(doc: str | None) -> str:
 
 
 def read_json_action(space: Any, response: str) -> Any:
-    """Returns the last action of `space` in {"action": ..} or <action>..</action>, else None; where
-    actions are texts, else the whole response, if it is one."""
+    """Returns the last action of `space` in {"action": ..} or <action>..</action>; None without
+    one. If actions are texts, the whole response may be one."""
 
     def convert(value: Any) -> Any:
         action = to_action(space, value)
@@ -117,10 +117,10 @@ def read_json_action(space: Any, response: str) -> Any:
                 action = to_action(space, json.loads(value))
         return None if action is None else (action,)  # an array has no truth value
 
-    found = read_action(response, "action", convert)
-    if found is None and type(space).__name__ == "Text":
-        found = convert(response.strip())
-    return found and found[0]
+    boxed = read_action(response, "action", convert)
+    if boxed is None and type(space).__name__ == "Text":
+        boxed = convert(response.strip())
+    return boxed and boxed[0]
 
 
 def to_action(space: Any, value: Any) -> Any:
@@ -129,8 +129,10 @@ def to_action(space: Any, value: Any) -> Any:
     if space.shape == (1,) and isinstance(value, int | float):
         value = [value]
     try:
-        named = isinstance(value, dict)
-        [action] = space.from_jsonable({k: [v] for k, v in value.items()} if named else [value])
+        batch: Any = [value]
+        if isinstance(value, dict):
+            batch = {key: [part] for key, part in value.items()}
+        [action] = space.from_jsonable(batch)
         return action if space.contains(action) else None
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError, AttributeError):
         return None

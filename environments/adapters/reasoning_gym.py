@@ -9,8 +9,8 @@ Reward of the one response:
     0 to 1    the dataset's score; `info["correct"]`: the score is at least 0.99
     0         no answer could be read, or the scorer rejects it
 
-Datasets whose scorer evaluates the answer as code are refused. Some others iterate over sets of
-texts: they repeat their questions only under PYTHONHASHSEED=0.
+Datasets whose scorer evaluates the answer as code are refused. A few others iterate over sets of
+texts, so their questions are repeatable only under PYTHONHASHSEED=0.
 """
 
 import json
@@ -52,23 +52,25 @@ class ReasoningGym(Env):
         with preserve_global_generators():  # some datasets seed them
             random.seed(seed)  # list_functions draws from it
             self.dataset: Any = self.create(self.name, size=2, seed=seed, **self.options)
-            self.entry, self.other = self.dataset[0], self.dataset[1]
+            self.entry, self.other_entry = self.dataset[0], self.dataset[1]
         return [user(f"{self.entry['question']} End with <answer>..</answer>.")]
 
     def step(self, response: str) -> Step:
-        answer = read_action(
-            response, "answer", lambda v: v if isinstance(v, str) else json.dumps(v)
-        )
+        answer = read_action(response, "answer", _as_text)
         score = 0.0
         if answer is not None:
-            with preserve_global_generators(), suppress(Exception):  # of an unreadable answer
+            with preserve_global_generators(), suppress(Exception):  # the answer is unreadable
                 score = float(self.dataset.score_answer(answer, self.entry))
         return Step(None, score, True, {"correct": score >= 0.99, "invalid": answer is None})
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """Returns the dataset's answer, None without one; `hasty`: another question's answer."""
-        answer = (self.other if hasty else self.entry)["answer"]
+        answer = (self.other_entry if hasty else self.entry)["answer"]
         return None if answer is None else f"<answer>{answer}</answer>"
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @contextmanager

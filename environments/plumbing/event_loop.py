@@ -2,8 +2,8 @@
 
     event_loop.wait_for(coroutine)         # its result, or its exception
 
-What a module makes once, such as a client with its connections, a lock or a semaphore, belongs to
-the loop in which it was first used. So it works in every call, whichever thread makes it.
+A client with connections, a lock or a semaphore that a module makes once belongs to the loop in
+which it is first used. With one loop it works in every call, from whichever thread.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ LOCK = threading.Lock()
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:
-    """Awaits it in the loop, and returns its result or raises its exception.
+    """Awaits an awaitable in the loop, and returns its result or raises its exception.
 
     If the thread that waits is interrupted, as by Ctrl-C, the coroutine is cancelled.
     """
@@ -40,7 +40,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
     def run() -> None:
         while True:
-            with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine: it ends no other one
+            with suppress(SystemExit, KeyboardInterrupt):  # of one coroutine: the others go on
                 loop.run_forever()
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,8 +1,8 @@
 """The server that starts processes on Linux and macOS: it forks a keeper for each.
 
-The keeper starts its process, and ends it and its children, also those that left its group (Linux),
-as soon as the run asks for that or has ended, however that was. An agent program in Python is
-forked with its libraries imported, but not its file (worker.py).
+The keeper starts its process. As soon as the run asks for that, or has ended in any way, the keeper
+kills the process and its children, on Linux also those that left its group. An agent program in
+Python is forked after its libraries are imported, and imports its own file (worker.py).
 """
 
 import ctypes
@@ -25,8 +25,8 @@ PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 
 def serve(number: str, *libraries: str) -> None:
-    """Forks a keeper for each message of the run, until that has ended. With the message come
-    stdin, stdout and stderr of the process, and the keeper's end of its channel."""
+    """Forks a keeper for each message of the run, until the run ends. With the message come the
+    process's stdin, stdout and stderr, and the keeper's end of its channel."""
     run = socket.socket(fileno=int(number))
     for name in libraries:
         with suppress(BaseException):
@@ -34,8 +34,8 @@ def serve(number: str, *libraries: str) -> None:
     if libraries:
         with suppress(Exception):
             worker.warm_up()
-    gc.freeze()  # the processes share what is there
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of keepers, for which nobody waits
+    gc.freeze()  # the forked processes share the memory of what is imported
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:
         message, files, *_ = socket.recv_fds(run, 1, 4)
         if not message:
@@ -54,14 +54,15 @@ def keep(stdin: int, stdout: int, stderr: int, number: int) -> None:
     channel = socket.socket(fileno=number)
     folder, variables, arguments, is_program = json.loads(channel.makefile().readline())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with suppress(OSError, AttributeError):  # on Linux: whose parent has ended is its child
+    with suppress(OSError, AttributeError):  # Linux: descendants become its children if orphaned
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if not (pid := os.fork()):
+    pid = os.fork()
+    if pid == 0:
         channel.close()
         for place, file in enumerate((stdin, stdout, stderr)):
             os.dup2(file, place)
             os.close(file)
-        begin(folder, variables, arguments, is_program)
+        execute(folder, variables, arguments, is_program)
     threading.Thread(target=kill_once_closed, args=(channel, pid), daemon=True).start()
     status = os.waitpid(pid, 0)[1]
     kill(pid)
@@ -73,8 +74,8 @@ def keep(stdin: int, stdout: int, stderr: int, number: int) -> None:
     channel.sendall(b"%d" % os.waitstatus_to_exitcode(status))
 
 
-def begin(folder: str, variables: dict[str, str], arguments: list[str], is_program: bool) -> None:
-    """What the new process does. Never returns."""
+def execute(folder: str, variables: dict[str, str], arguments: list[str], is_program: bool) -> None:
+    """Turns the new process into the command or the program. Never returns."""
     try:
         os.setsid()
         os.environ.clear()
@@ -97,6 +98,6 @@ def kill_once_closed(channel: socket.socket, pid: int) -> None:
 
 def kill(pid: int) -> None:
     """Kills a process and its group, if it has that yet."""
-    for end in (os.killpg, os.kill):
+    for send in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
-            end(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from typing import IO
+from typing import IO, Any
 
 from environments.base import EnvFailure
 
@@ -26,13 +26,13 @@ MAX_OUTPUT = 100_000  # bytes of what a process wrote that are read, from the en
 
 
 class Forked:
-    """A process whose keeper has the other end of the channel, and kills it if that is closed."""
+    """A process with a keeper, which kills it when this end of their channel is closed."""
 
     def __init__(self, channel: socket.socket):
         self.channel = channel
 
     def wait(self) -> int:
-        """Waits until it and its children have ended, and returns its exit code."""
+        """Waits until the process and its children have ended; returns its exit code."""
         with suppress(OSError):
             return int(self.channel.recv(16) or -9)
         return -9
@@ -51,23 +51,22 @@ class Fresh(subprocess.Popen[bytes]):
 
 
 def start(
-    files: Sequence[IO[bytes]], variables: dict[str, str], arguments: Sequence[str],
+    files: Sequence[IO[bytes]],
+    variables: dict[str, str],
+    arguments: Sequence[str],
     libraries: tuple[str, ...] = (),
-) -> Forked | Fresh:  # fmt: skip
+) -> Forked | Fresh:
     """Starts a command; with `libraries`, an episode of an agent program that needs them, whose
-    `arguments` are those of worker.main. `variables`: of its environment, beside ours. Raises
+    `arguments` are those of worker.main. `variables`: added to those of this process. Raises
     EnvFailure."""
     variables = os.environ | variables
     if not hasattr(os, "fork"):
         if libraries:
             arguments = interpreter("environments.plumbing.worker:main", *arguments)
         group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # Ctrl-C is for the run alone
-        stdin, stdout, stderr = files
         try:
-            return Fresh(
-                arguments, stdin=stdin, stdout=stdout, stderr=stderr, env=variables,
-                creationflags=group,
-            )  # fmt: skip
+            streams: Any = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
+            return Fresh(arguments, **streams, env=variables, creationflags=group)
         except OSError as error:
             raise EnvFailure(f"can't start {arguments[0]!r}: {error.strerror}") from None
     ours, theirs = socket.socketpair()
@@ -85,8 +84,8 @@ def start(
 def interpreter(function: str, *arguments: str) -> list[str]:
     """The command line that calls `module:function` in this Python, with the same modules."""
     module, name = function.split(":")
-    code = ("import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-            f"from {module} import {name}; {name}(*sys.argv[1:])")  # fmt: skip
+    code = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    code += f"from {module} import {name}; {name}(*sys.argv[1:])"
     return [sys.executable, "-c", code, json.dumps(sys.path), *arguments]
 
 
@@ -99,11 +98,11 @@ def last_lines(file: IO[bytes]) -> list[str]:
 
 @cache
 def _server(libraries: tuple[str, ...]) -> socket.socket:
-    """The server that has imported these libraries."""
+    """Starts the server that imports these libraries; returns the socket for messages to it."""
     ours, theirs = socket.socketpair()
     with theirs:
-        subprocess.Popen(
-            interpreter("environments.plumbing.keeper:serve", str(theirs.fileno()), *libraries),
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
-        )  # fmt: skip
+        number = theirs.fileno()
+        command = interpreter("environments.plumbing.keeper:serve", str(number), *libraries)
+        null = subprocess.DEVNULL
+        subprocess.Popen(command, stdin=null, pass_fds=[number], start_new_session=True)
     return ours

@@ -78,7 +78,7 @@ def schemas(env: Any) -> list[dict[str, Any]]:
         raise UsageError(f"tools must be a list of functions, not {tools!r:.100}")
     from transformers.utils import get_json_schema  # takes a second
 
-    found: list[dict[str, Any]] = []
+    tool_schemas: list[dict[str, Any]] = []
     for tool in tools:
         name = getattr(tool, "__name__", repr(tool))
         try:
@@ -86,15 +86,15 @@ def schemas(env: Any) -> list[dict[str, Any]]:
             inspect.signature(tool).bind(**parameters_of(schema))  # as a call does, by name
             hints = get_type_hints(tool)
             if any(_is_enum(hint) for key, hint in hints.items() if key != "return"):
-                raise TypeError("it gets the value of an Enum as a text: take Literal")
+                raise TypeError("an argument with an Enum would get a text: write Literal")
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise UsageError(f"the tool {name} needs type hints, a docstring with Args:, and "
-                             f"arguments with names: {reason}"[:500]) from error  # fmt: skip
-        if name_of(schema) in map(name_of, found):
+            needs = "type hints, a docstring with Args:, and arguments with names"
+            raise UsageError(f"the tool {name} needs {needs}: {reason}"[:500]) from error
+        if name_of(schema) in map(name_of, tool_schemas):
             raise UsageError(f"two tools have the name {name}")
-        found.append(schema)
-    return found
+        tool_schemas.append(schema)
+    return tool_schemas
 
 
 def name_of(schema: dict[str, Any]) -> str:
@@ -124,7 +124,7 @@ def call_text(name: str, /, **arguments: Any) -> str:
 
 def read_calls(text: str) -> list[Call]:
     """The calls of a response in the format of this module, up to the first unreadable one."""
-    calls, rest = list[Call](), spoken(text)
+    calls, rest = list[Call](), after_thoughts(text)
     while OPENING in rest:
         rest = rest.partition(OPENING)[2].lstrip()
         try:
@@ -136,19 +136,22 @@ def read_calls(text: str) -> list[Call]:
     return calls
 
 
-def spoken(text: str) -> str:
+def after_thoughts(text: str) -> str:
     """The text after the last thought; empty if a thought is not closed.
 
-    >>> spoken("<think>a</think>b"), spoken("a</think>b"), spoken("a<think>b")
-    ('b', 'b', 'a')
+    >>> [after_thoughts(text) for text in ("<think>a</think>b", "a</think>b", "a<think>b")]
+    ['b', 'b', 'a']
     """
     return text.rpartition(END_OF_THOUGHT)[2].partition(THOUGHT)[0]
 
 
 def make_call(name: Any, arguments: Any = None, **_: Any) -> Call:
-    """A call of values read from JSON; arguments may also be JSON in a text. Raises TypeError or
-    ValueError for what is no call."""
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments or {}
+    """Makes a call of values read from JSON; arguments may also be a text of JSON. Raises TypeError
+    or ValueError for other values."""
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    elif not arguments:
+        arguments = {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise TypeError("a call has a name and arguments")
     return Call(name, arguments)
@@ -166,37 +169,37 @@ def as_message(response: str, calls: list[Call]) -> Message:
     return message
 
 
-def with_types(call: Call, schemas: list[dict[str, Any]]) -> Call:
+def convert_arguments(call: Call, schemas: list[dict[str, Any]]) -> Call:
     """The call with a text read as JSON, where its tool takes a number or a list: "3" as 3."""
-    kinds = {name_of(schema): parameters_of(schema) for schema in schemas}.get(call.name, {})
+    by_tool = {name_of(schema): parameters_of(schema) for schema in schemas}
+    parameters = by_tool.get(call.name, {})
     arguments = dict(call.arguments)
-    for key in arguments.keys() & kinds.keys():
-        fits, given = Draft4Validator(kinds[key]).is_valid, arguments[key]
-        if isinstance(given, str) and not fits(given):
+    for key in arguments.keys() & parameters.keys():
+        is_valid, text = Draft4Validator(parameters[key]).is_valid, arguments[key]
+        if isinstance(text, str) and not is_valid(text):
             with suppress(RecursionError):
-                value = read_literal(given)
-                arguments[key] = value if fits(value) else given
+                value = read_literal(text)
+                arguments[key] = value if is_valid(value) else text
     return Call(call.name, arguments)
 
 
 def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
 
-    EnvFailure passes through: it fails the episode, as does a result that Python shows by its
-    address.
+    EnvFailure passes through and fails the episode, as does a result whose text has an address.
     """
-    by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
+    names = [*map(name_of, schemas)]
     if call == UNREADABLE:
         return "error: the call cannot be read; it needs a name and arguments"
-    if call.name not in by_name:
-        return f"error: there is no tool {call.name[:100]!r}; there are {', '.join(by_name)}"
-    index = by_name[call.name]
-    wanted = schemas[index]["function"]["parameters"] | {"additionalProperties": False}
+    if call.name not in names:
+        return f"error: there is no tool {call.name[:100]!r}; there are {', '.join(names)}"
+    index = names.index(call.name)
+    parameters = schemas[index]["function"]["parameters"] | {"additionalProperties": False}
     try:
-        for wrong in Draft4Validator(wanted).iter_errors(call.arguments):
-            if wrong.instance is not None or not wrong.schema.get("nullable"):  # `| None`
-                where = ".".join(map(str, [call.name, *wrong.path]))
-                return f"error: {where}: {wrong.message}"[:MAX_RESULT]
+        for problem in Draft4Validator(parameters).iter_errors(call.arguments):
+            if problem.instance is not None or not problem.schema.get("nullable"):  # `| None`
+                path = ".".join(map(str, [call.name, *problem.path]))
+                return f"error: {path}: {problem.message}"[:MAX_RESULT]
         result = tools[index](**call.arguments)
         if inspect.isawaitable(result):
             result = event_loop.wait_for(result)
@@ -211,7 +214,7 @@ def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
 
 
 class ToolEnv(SingleAgentEnv):
-    """An environment whose tools answer: passes each response to them, or to the environment.
+    """Runs the calls of a response, or passes a response without calls to the environment.
 
     The info of each step has the number of calls so far, `tool_calls`, and of those that were
     refused or raised, `tool_errors`.
@@ -233,30 +236,32 @@ class ToolEnv(SingleAgentEnv):
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         """Runs the calls of the response; passes one without a call to the environment."""
         response = responses[PLAYER]
-        calls = [with_types(call, self.schemas) for call in self.read_calls(response)]
-        self.response = answer = Response(response)
-        answer.token_ids, answer.earlier = getattr(response, "token_ids", ()), [*self.earlier]
-        answer.message = as_message(response, calls)
+        calls = [convert_arguments(call, self.schemas) for call in self.read_calls(response)]
+        self.response = Response(response)
+        self.response.token_ids = getattr(response, "token_ids", ())
+        self.response.earlier = [*self.earlier]
+        self.response.message = as_message(response, calls)
         if not calls:
-            step = checked_step(self.env.step(answer), PLAYER, is_single=True)
+            step = checked_step(self.env.step(self.response), PLAYER, is_single=True)
             self.info = step.info or self.info
             return {PLAYER: replace(step, info=self.info | self.counts)}
-        if getattr(response, "is_last", False) and (last := self.step_when_cut()):
-            return last
-        results: list[Message] = []
+        last_step = self.step_when_cut() if getattr(response, "is_last", False) else {}
+        if last_step:
+            return last_step
+        results, named_results = list[Message](), list[Any]()
         for call in calls:
             text = call_tool(self.tools, self.schemas, call)
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += text.startswith("error: ")
             results.append({"role": "tool", "content": text})
-        named = [{**result, "name": call.name} for result, call in zip(results, calls, strict=True)]
-        self.earlier += [answer.message, *named]
+            named_results.append({**results[-1], "name": call.name})
+        self.earlier += [self.response.message, *named_results]
         info = self.info | self.counts
         return {PLAYER: ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))}
 
     def step_when_cut(self) -> dict[str, Step]:
-        """The last step of an episode that ended after calls, which are not run if no answer can
-        follow them; none unless the environment `judges_calls`."""
+        """The last step of an episode that is cut off after calls, which then do not run; {} unless
+        the environment `judges_calls`."""
         if not getattr(self.env, "judges_calls", False):
             return {}
         step = self.env.step(self.response)
@@ -264,12 +269,12 @@ class ToolEnv(SingleAgentEnv):
 
 
 def with_tools(env: Env | MultiAgentEnv, read_calls: ReadCalls = read_calls) -> MultiAgentEnv:
-    """As `as_multi`, and the tools of the environment answer."""
+    """As `as_multi`, and runs the calls of the environment's tools."""
     if isinstance(env, Env) and env.tools:
         return ToolEnv(env, read_calls)
     return as_multi(env)
 
 
 def _is_enum(hint: Any) -> bool:
-    own = isinstance(hint, type) and issubclass(hint, Enum)
-    return own or any(map(_is_enum, get_args(hint)))
+    is_enum = isinstance(hint, type) and issubclass(hint, Enum)
+    return is_enum or any(map(_is_enum, get_args(hint)))

@@ -2,8 +2,8 @@
 
 The last line of its output is the result. If there is none, the last line of stderr says why, and
 the exit code is 1, or EX_TEMPFAIL if that was not the policy's doing. What the function prints goes
-to stderr. OPENAI_BASE_URL and OPENAI_API_KEY are those of the episode before the user's file is
-imported, so a client that the file makes has them.
+to stderr. OPENAI_BASE_URL and OPENAI_API_KEY are set before the user's file is imported, so a
+client that the file makes at its import uses them.
 """
 
 import ast
@@ -25,47 +25,52 @@ from environments.plumbing.registry import describe_error, find_file, import_att
 from environments.plumbing.text import one_line
 
 EX_TEMPFAIL = 75  # of sysexits.h: the infrastructure fails
-# What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
+# Base classes of connection errors: of requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
+FAILED = (401, 403, 429, *range(500, 600))  # statuses of a server that fails, or refuses to serve
+STATUS_NAMES = ("status_code", "status", "code")
 INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 
 
 def main(run: str, *zero_on: str) -> None:
-    """Plays the episode whose task is on stdin; without one, looks whether it could. Never
-    returns."""
-    output, me, code = os.dup(1), os.getpid(), 0
+    """Plays the episode on stdin; if that is null, only imports the function. Never returns."""
+    output, pid, code = os.dup(1), os.getpid(), 0
     os.dup2(2, 1)
-    kinds: tuple[type[BaseException], ...] = ()
+    exceptions: tuple[type[BaseException], ...] = ()
     try:
-        function, kinds = import_attribute(run), tuple(map(exception, zero_on))
+        function = import_attribute(run)
+        exceptions = tuple(map(exception_of, zero_on))
         if not callable(function):
             raise UsageError(f"run={run}: it is no function")
         result = play(function, json.loads(sys.stdin.buffer.read()))
         last_line = json.dumps(result, default=float)
     except BaseException as error:  # SystemExit too
-        cause = failure_in(error, kinds)
-        output, code, shown = 2, EX_TEMPFAIL if cause else 1, cause or error
-        is_text = isinstance(shown, UsageError | EnvFailure)
-        last_line = one_line(str(shown) if is_text else describe_error(shown))
-    if os.getpid() == me:  # else it is a fork that the function has made
+        failure = failure_in(error, exceptions)
+        output, code = 2, EX_TEMPFAIL if failure else 1
+        cause = failure or error
+        is_text = isinstance(cause, UsageError | EnvFailure)
+        last_line = one_line(str(cause) if is_text else describe_error(cause))
+    if os.getpid() == pid:  # a process that the function has forked writes nothing
         with open(output, "wb") as file:
             file.write(f"\n{last_line}\n".encode(errors="replace"))
     os._exit(code)  # threads that go on end here
 
 
-def play(function: Any, given: Any) -> Any:
-    """The result of the function, which gets those of the four arguments that it wants."""
+def play(function: Any, episode: Any) -> Any:
+    """The result of the function, called with those of the four arguments that it has. `episode`:
+    its task and its seed; without one the function is not called."""
     names, arguments = inspect.signature(function).parameters, dict[str, Any]()
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     if "client" in names:
         arguments["client"] = client_of(url, key)
-    if not given:
+    if not episode:
         return 0
-    random.seed(given["seed"])
+    task, seed = episode["task"], episode["seed"]
+    random.seed(seed)
     if "numpy" in sys.modules:  # a fork has the state of its parent
-        sys.modules["numpy"].random.seed(given["seed"] % 2**32)
-    arguments |= {"task": given["task"], "base_url": url, "api_key": key}
-    arguments.setdefault(next(iter(names), ""), given["task"])  # the first one, whatever its name
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    arguments |= {"task": task, "base_url": url, "api_key": key}
+    arguments.setdefault(next(iter(names), ""), task)  # the first argument may have any name
     result = function(**{name: arguments[name] for name in names if name in arguments})
     return event_loop.wait_for(result) if inspect.isawaitable(result) else result
 
@@ -77,25 +82,25 @@ def client_of(url: str, key: str) -> Any:
     return openai.OpenAI(base_url=url, api_key=key, http_client=http)
 
 
-def exception(name: str) -> type[BaseException]:
+def exception_of(name: str) -> type[BaseException]:
     """The exception `module.Name`, or Python's `Name`. Raises UsageError if there is none."""
     module, _, bare = name.rpartition(".")
-    kind = import_attribute(f"{module or 'builtins'}:{bare}")
-    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+    exception = import_attribute(f"{module or 'builtins'}:{bare}")
+    if not (isinstance(exception, type) and issubclass(exception, BaseException)):
         raise UsageError(f"zero_on={name}: that is no exception, such as httpx.ConnectError")
-    return kind
+    return exception
 
 
 def failure_in(error: BaseException, zero_on: tuple[type[BaseException], ...]) -> Any:
     """The failure of infrastructure that an exception is, has in its group, or was raised from;
-    None if there is none. `zero_on`: are the policy's doing.
+    None if there is none. `zero_on`: exceptions that are the policy's doing.
 
-    What was handled before it excuses nothing: `__context__` is set without a word of the program.
+    An exception that was handled before (`__context__`) is no cause: Python adds it unasked.
     """
     causes = [error]
-    for one in causes:  # which grows
-        group = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        causes += [e for e in (one.__cause__, *group) if e is not None and e not in causes]
+    for cause in causes:  # a list that grows in the loop
+        group = cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
+        causes += [e for e in (cause.__cause__, *group) if e is not None and e not in causes]
     failures: list[BaseException] = [cause for cause in causes if isinstance(cause, EnvFailure)]
     if not any(isinstance(cause, zero_on) for cause in causes):
         failures += filter(is_failure, causes)
@@ -103,20 +108,20 @@ def failure_in(error: BaseException, zero_on: tuple[type[BaseException], ...]) -
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it is a deadline, a connection, or the status of a server that failed or refuses."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    places = error, getattr(error, "response", None)
-    statuses = [getattr(p, name, 0) for p in places for name in ("status_code", "status", "code")]
-    failed = any(isinstance(s, int) and (s in (401, 403, 429) or s // 100 == 5) for s in statuses)
-    return isinstance(error, TimeoutError) or bool(kinds & CONNECTION) or failed
+    """Whether it is a timeout, a connection error, or the status of a server that failed."""
+    is_connection = any(base.__name__ in CONNECTION for base in type(error).__mro__)
+    statuses = [getattr(error, name, 0) for name in STATUS_NAMES]
+    statuses += [getattr(getattr(error, "response", None), name, 0) for name in STATUS_NAMES]
+    has_failed = any(isinstance(status, int) and status in FAILED for status in statuses)
+    return isinstance(error, TimeoutError) or is_connection or has_failed
 
 
-# In the server that forks it
+# Called before the process is forked
 
 
 @cache
 def libraries_of(run: str) -> tuple[str, ...]:
-    """The libraries that the file of a program names, in its functions too, and openai."""
+    """The libraries that the file of a program imports anywhere, and openai."""
     names, source = list[str](), run.rpartition(":")[0]
     with suppress(OSError, SyntaxError, ValueError):  # the import of the file reports these
         for node in ast.walk(ast.parse(find_file(source).read_text(encoding="utf-8"))):
@@ -130,8 +135,8 @@ def libraries_of(run: str) -> tuple[str, ...]:
 
 
 def warm_up() -> None:
-    """Asks nobody, once, and reads an answer: pydantic builds types when they are first used, which
-    takes longer than an episode of a small model."""
+    """Sends requests that fail at once, and reads answers: pydantic builds its types when they are
+    first used, which takes longer than an episode of a small model."""
     types, client = import_library("openai.types"), client_of("http://127.0.0.1:0", "-")
     client, call = client.with_options(max_retries=0), {"name": "f", "arguments": "{}"}
     chat, tool = [{"role": "user", "content": ""}], {"type": "function", "function": {"name": "f"}}
