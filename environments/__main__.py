@@ -69,39 +69,41 @@ def overview() -> Table:
 def play_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> None:
     """Plays and prints one episode.
 
-    `interactive`: read the responses of every agent from the terminal. Otherwise the environment
-    demonstrates, or else guesses. Raises UsageError if it does neither.
+    `interactive`: read the responses of every agent from the terminal. Otherwise responses are the
+    environment's demonstrations, or else its guesses. Raises UsageError if it has neither.
     """
     if interactive:
         with suppress(ImportError):
             import readline  # noqa: F401  (`input` uses it from then on)
-    game, returned = with_tools(env), 0.0
+    game, sum_of_rewards = with_tools(env), 0.0
     openings = game.reset(seed)
     for line in lines_about(game):
         _say("tools: ", line)
     for agent, messages in openings.items():
         _show(agent, messages)
-    asked = {agent: prefill_of(messages) for agent, messages in openings.items() if messages}
+    prefills = {agent: prefill_of(messages) for agent, messages in openings.items() if messages}
     for _ in range(MAX_TURNS):
-        steps = game.step({agent: begun + _respond(game, agent, interactive)
-                           for agent, begun in asked.items()})  # fmt: skip
+        responses = {}
+        for agent, prefill in prefills.items():
+            responses[agent] = prefill + _respond(game, agent, interactive)
+        steps = game.step(responses)
         for agent, step in steps.items():
-            returned += float(step.reward)
-            if agent in asked or step.reward or step.done:
+            sum_of_rewards += float(step.reward)
+            if agent in responses or step.reward or step.done:
                 _say(f"{_name(agent)}reward {float(step.reward):+g}", style="dim")
             if step.done:
                 facts = ", ".join(f"{key} {value}" for key, value in step.info.items())
                 _say(f"{_name(agent)}the end: {facts}", style="")
             _show(agent, step.messages)
         acting = {agent: step for agent, step in steps.items() if step.message and not step.done}
-        asked = {agent: prefill_of(step.messages) for agent, step in acting.items()}
-        if not asked:
+        prefills = {agent: prefill_of(step.messages) for agent, step in acting.items()}
+        if not prefills:
             break
-    CONSOLE.print(f"[bold]sum of rewards: {returned:g}[/]")
+    CONSOLE.print(f"[bold]sum of rewards: {sum_of_rewards:g}[/]")
 
 
 def execute(args: list[str]) -> int:
-    """What `python -m environments ARGS` does. Returns the exit code; tyro exits with 2 for invalid
+    """Runs `python -m environments ARGS`. Returns the exit code; tyro exits with 2 for invalid
     arguments."""
     try:
         return tyro.cli(main, prog="python -m environments", args=args)
@@ -118,11 +120,11 @@ def execute(args: list[str]) -> int:
 
 
 def _respond(game: MultiAgentEnv, agent: str, interactive: bool) -> str:
-    """The response of an agent: typed, or else printed."""
     if interactive:
         return input(printable(f"{_name(agent)}you: "))
     for hasty, player in ((False, "demonstrator"), (True, "guess")):
-        if (text := game.demonstrate(agent, hasty)) is not None:
+        text = game.demonstrate(agent, hasty)
+        if text is not None:
             _say(f"{_name(agent)}{player}: ", text, "bold green")
             return text
     raise UsageError("this environment has no demonstrations: use play")

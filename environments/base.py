@@ -30,8 +30,7 @@ FLAGS = ("done", "fresh", "truncated")  # of a step
 
 class Message(TypedDict):
     """One chat message. `role` is "system", "user", "assistant", or "tool" for a tool's result. A
-    prompt may be one message with the role "raw", whose content is tokenized as it is, without the
-    chat template.
+    single message "raw" is a prompt that is tokenized as it is, without the chat template.
 
     `tool_calls`: the calls of an assistant's message, in OpenAI's form.
     """
@@ -71,8 +70,8 @@ class EnvFailure(Exception):
 
 
 class NoReward(EnvFailure):
-    """No reward function applies to a response. The episode is left out of its group, as one that
-    failed, but metrics count it apart from failures, and it never ends a run."""
+    """A response could not be judged. The episode is left out of its group, as one that failed, but
+    metrics count it apart from failures, and it never ends a run."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,7 @@ class Step:
 
 
 def checked_openings(openings: Any) -> dict[str, list[Message]]:
-    """Returns what `reset` returned: the opening messages of each agent. Raises TypeError if it is
-    anything else."""
+    """Returns the opening messages of each agent. Raises TypeError for any other type."""
     if not isinstance(openings, dict):
         raise TypeError(f"reset() returned {_type_of(openings)}, not a dict of messages by agent")
     for agent, messages in openings.items():
@@ -160,7 +158,6 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
 
 
 def _type_of(value: Any) -> str:
-    """The type of what an environment returned, for an error message."""
     if inspect.iscoroutine(value):
         value.close()  # it would be reported as never awaited
         return "a coroutine (an environment is not async: `asyncio.run` within it, waits = True)"
@@ -177,7 +174,6 @@ def _flag(agent: str, name: str, value: Any) -> bool:
 
 
 def _to_list(value: Any) -> Any:
-    """An array or a tensor as Python's numbers and lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it has a {type(value).__name__}")
@@ -228,8 +224,7 @@ class Instance:
     @classmethod
     def begin_run(cls, info: RunInfo) -> None:
         """Called once for each class of --env and --eval-env, before a run makes the first
-        instance. A class with a data set may divide its rows then; `info.updates_done` says at any
-        later time how far the run is."""
+        instance: a class may divide its data then; `info.updates_done` grows during the run."""
 
     def close(self) -> None:
         """Frees what the instance holds. The run does not use the instance afterwards."""
@@ -286,8 +281,7 @@ def has_step_batch(env: Env) -> bool:
     """Whether the class steps several instances in one call, without tools to answer first."""
     method: Any = type(env).step_batch
     default: Any = Env.step_batch
-    is_overridden = getattr(method, "__func__", method) is not default.__func__
-    return is_overridden and not env.tools
+    return getattr(method, "__func__", method) is not default.__func__ and not env.tools
 
 
 class MultiAgentEnv(Instance, ABC):

@@ -109,8 +109,7 @@ class SelfPlay(MultiAgentEnv):
         self.seed, self.correct = seed, True
         self.retries = {agent: Retries() for agent in self.agents}
         self.choices: dict[str, list[str]] = {agent: [] for agent in self.agents}
-        rule = "The other is as free as you."
-        return {agent: [_opening(rule, self.rounds)] for agent in self.agents}
+        return {a: [_opening("The other is as free as you.", self.rounds)] for a in self.agents}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         refused = {}
@@ -120,10 +119,9 @@ class SelfPlay(MultiAgentEnv):
             else:
                 refused[agent] = self.retries[agent].refuse(HINT)
         if any(step.done for step in refused.values()):  # the game ends for both
-            rewards = dict.fromkeys(self.agents, 0.0)
-            rewards |= {agent: step.reward for agent, step in refused.items()}
+            rewards = {agent: step.reward for agent, step in refused.items()}
             info = {"correct": False}
-            return {agent: Step(None, reward, True, info) for agent, reward in rewards.items()}
+            return {a: Step(None, rewards.get(a, 0.0), True, info) for a in self.agents}
         row, column = self.choices.values()
         if refused or len(row) != len(column):
             return refused

@@ -134,8 +134,8 @@ def solve(tree: Tree, steps: list[str]) -> Fraction:
         value = left / right
     else:
         product = left * right
-        values = {"+": left + right, "-": left - right, "*": product, "%": product / 100}
-        value = values[tree.operator]
+        by_operator = {"+": left + right, "-": left - right, "*": product, "%": product / 100}
+        value = by_operator[tree.operator]
     if max(abs(value.numerator), value.denominator) > MAX_VALUE:
         raise OverflowError
     right_text = str(right) if right >= 0 and right.denominator == 1 else f"({right})"
@@ -155,8 +155,7 @@ def _worked_by_tens(expression: str) -> list[str]:
     """
     first, operator, second = expression.split()
     sign = 1 if operator == "+" else -1
-    total = int(first)
-    units = int(second) % 10
+    total, units = int(first), int(second) % 10
     steps = []
 
     def add(amount: int) -> None:

@@ -10,9 +10,8 @@ data set:
                   (MATH) mark the answer in a longer text; other kinds of files are read as
                   `rewarded` reads them
 
-One expression or line of a file in eight is reserved for evaluation; all orders of the terms of a
-sum or product have the same use. Where --eval-env names other data than --env, files are used
-whole, as in `rewarded`.
+One expression or line of a file in eight is reserved for evaluation, a sum or product in all orders
+of its terms. Where --eval-env names other data, files are used whole, as in `rewarded`.
 Questions of a data set are evaluated in their order, so --eval-num-tasks 1319 evaluates the test
 split of GSM8K once, and 500 that of MATH-500.
 
@@ -45,15 +44,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from environments import rewarded
-from environments.base import (
-    EVAL_SEEDS,
-    Env,
-    Message,
-    RunInfo,
-    Step,
-    UsageError,
-    check_range,
-)
+from environments.base import EVAL_SEEDS, Env, Message, RunInfo, Step, UsageError, check_range
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
 from environments.plumbing.dataset import FILES, read_hub
@@ -183,15 +174,13 @@ def _from_hub(data: str) -> list[list[Problem]]:
 def _from_file(path: str) -> list[list[Problem]]:
     if not path.endswith(FILES):
         raise UsageError(f"data must be {', '.join(HUB)} or a file such as FILE.jsonl, not {path}")
-    splits = []
     train, test, _ = rewarded.load(path, "question", "", "train")
+    for row in train + test:
+        if "answer" not in row:
+            raise UsageError(f'{path}: not {{"question": .., "answer": ..}}: {row!r:.60}')
+    splits = []
     for rows in (train, test):
-        problems = []
-        for row in rows:
-            if "answer" not in row:
-                raise UsageError(f'{path}: not {{"question": .., "answer": ..}}: {row!r:.60}')
-            problems.append(_problem(row["question"], str(row["answer"])))
-        splits.append(_usable(problems))
+        splits.append(_usable(_problem(row["question"], str(row["answer"])) for row in rows))
     return splits
 
 

@@ -26,15 +26,11 @@ Action = TypeVar("Action")
 MAX_CHARACTERS = 10_000  # only the end of a longer response is searched
 MAX_PLAIN_CHARACTERS = 2_000  # the same for the plain pattern
 MAX_OBJECTS = 50  # openings of a JSON object that are tried
-RETRIES = 2  # after invalid actions
-PENALTY = 0.1  # of an invalid action
+RETRIES, PENALTY = 2, 0.1  # after invalid actions
 
 
 def read_action(
-    response: str,
-    key: str,
-    convert: Callable[[Any], Action | None],
-    plain: str | None = None,
+    response: str, key: str, convert: Callable[[Any], Action | None], plain: str | None = None
 ) -> Action | None:
     """Returns the last well-formed action in `response`; None if there is none.
 
@@ -70,8 +66,7 @@ def integer(low: int, high: int) -> Callable[[Any], int | None]:
     def convert(value: Any) -> int | None:
         if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
             value = int(value)
-        is_valid = type(value) is int and low <= value <= high
-        return value if is_valid else None
+        return value if type(value) is int and low <= value <= high else None
 
     return convert
 
@@ -113,9 +108,7 @@ class Retries:
 
 def prefill_of(messages: list[Message]) -> str:
     """The text of the assistant with which opening messages end, which the policy continues."""
-    if messages and messages[-1]["role"] == "assistant":
-        return messages[-1]["content"]
-    return ""
+    return messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else ""
 
 
 def user(content: str) -> Message:

@@ -100,7 +100,6 @@ class ReverseEcho(Reverse):
 
 
 def _draw(rng: random.Random, length: int, held_out: bool) -> str:
-    """Draws a word of vowels and consonants in turn that is no palindrome."""
     while True:
         size = rng.randint(MIN_LENGTH, length)
         first = rng.randrange(2)  # 0: a vowel, 1: a consonant

@@ -12,36 +12,33 @@ of the assistant, which the policy continues: it is in the prompt, not in the co
         return [float(a in text) for text, a in zip(completions, answer)]
 
 All completions that a rank samples at the same time are a batch, for which each function is called
-once; groups lie side by side. A function gets the arguments that it names. Some are lists with an
-entry for each completion: `prompts`, `completions` (messages, where prompts are), `completion_ids`
-and the columns (None where a row has no value). The others are `trainer_state`, of which
-`global_step` counts the complete updates of `max_steps`; `log_extra(column, values)`, which adds a
-value to the info of each completion; and `log_metric(name, value)`, which adds the mean of its
-values to the info of all. A function returns a list with a number for each completion, or None or
-NaN where it does not apply. `async` functions are awaited together, and if all are `async`,
---env-timeout limits their call. After an exception all functions are called again for each row by
-itself, and only the episodes of rows that fail then are lost. EnvFailure, anything but such a list,
-or None from all functions for all completions fails every episode of the batch.
+once; groups lie side by side. A function gets the arguments that it names. Lists with an entry for
+each completion: `prompts`, `completions` (messages, where prompts are), `completion_ids` and the
+columns (None where a row has no value). `trainer_state`: `global_step` of `max_steps` updates are
+complete. `log_extra(column, values)` adds a value to the info of each completion, and
+`log_metric(name, value)` the mean of its values to the info of all. A function returns a list with
+a number for each completion, or None or NaN where it does not apply. `async` functions are awaited
+together; if all are `async`, --env-timeout limits their call. After an exception all functions are
+called again for each row by itself, and only rows that fail again lose their episodes. EnvFailure,
+another return value, or None from all functions for all completions fails the whole batch.
 
 Reward: the sum of weight times value over the functions that apply. A completion to which none
 applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
-mean, says whether the function `correct` returned `threshold` or more; by default, whether the
-first function that applies returned 1 or more. An evaluation leaves out completions to which
-`correct` does not apply. `info["reward_<name>"]` has the value of each function,
-`info["weight_<name>"]` its weight if that is not 1, and `info["row"]` FILE:LINE of the row.
+mean: the function `correct`, by default the first that applies, returned `threshold` or more. An
+evaluation leaves out completions to which `correct` does not apply. `info["reward_<name>"]` is the
+value of a function, `info["weight_<name>"]` its weight if that is not 1, `info["row"]` FILE:LINE.
 
-`tools` and `environment` are TRL's `tools` and `environment_factory`. The policy may call the
-functions `tools` and the public methods of `environment`, of which each episode has an object. The
-object's `reset` gets the row and returns a text that ends the prompt; rows may then lack one. Its
-`get_reward` is one more reward function, with the name of the class and the weight 1. Reward
-functions get these objects as `environments`, and a completion (of messages) has all messages of
-the policy and the tools, in OpenAI's form. Where there are tools, functions are called for each
-completion by itself, also where an episode is cut off between calls.
+`tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
+functions, and the public methods of an object that each episode has for itself. The object's
+`reset` gets the row and returns a text that ends the prompt, which a row may then lack; its
+`get_reward` is one more reward function, with the name of its class and the weight 1. Functions get
+these objects as `environments`, and completions (of messages) with calls and results, in OpenAI's
+form. They are called for each completion by itself, also where an episode is cut off between calls.
 
 Each prompt of an update is drawn from all rows. One prompt in eight is reserved for evaluation,
 decided by a hash of its text, or one row in eight if all have the same prompt. Where no row is left
-for training or for evaluation, all rows are for both. Where --eval-env names other data, both data
-sets are used whole: let them have no prompt in common.
+for training or for evaluation, all rows are for both. Where --eval-env names other data, both are
+used whole: let them have no prompt in common.
 """
 
 import asyncio
@@ -129,13 +126,12 @@ class Rewarded(Env):
         by_word = dict(zip(reward, names, strict=False))
         self.correct = by_word.get(correct, correct.rpartition(":")[2])
         if correct and self.correct not in names:
-            raise UsageError(
-                f"correct={correct}: name one of {' '.join(names)}; weight 0: no reward"
-            )
+            raise UsageError(f"correct={correct}: name one of {' '.join(names)}; it may weigh 0")
         self.threshold, self.prompt, self.raw = threshold, prompt, raw
         self.waits = all(inspect.iscoroutinefunction(function) for _, function, _ in self.functions)
-        public = [name for name in methods if name != "reset" and not name.startswith("_")]
-        self.tools = [*map(import_attribute, tools), *(getattr(self.world, it) for it in public)]
+        methods.pop("reset", None)
+        world_tools = [getattr(self.world, name) for name in methods if not name.startswith("_")]
+        self.tools = [*map(import_attribute, tools), *world_tools]
         self.train, self.test, self.columns = load(data, prompt, config, split, bool(environment))
 
     def add(self, name: str, function: Callable[..., Any], weight: float) -> None:
@@ -286,7 +282,7 @@ def draw(seed: int, train: list[PlacedRow], test: list[PlacedRow]) -> PlacedRow:
 
 @functools.cache  # a run needs all its data until its end
 def load(
-    data: str, prompt: str, config: str, split: str, prompt_may_lack: bool = False
+    data: str, prompt: str, config: str, split: str, prompt_is_optional: bool = False
 ) -> tuple[list[PlacedRow], list[PlacedRow], list[str]]:
     """Returns the rows for training, the rows for evaluation, and the names of all columns but
     `prompt`.
@@ -294,18 +290,18 @@ def load(
     Data on which the run both trains and evaluates is divided by the text of the column `prompt`;
     if `prompt` is "" or all rows have the same one, by all columns, as JSON. If no row is left for
     training or for evaluation, `load` says so and uses all rows for both. Other data is used whole.
-    Raises UsageError if there are no rows, or if a row has no prompt, unless `prompt_may_lack`.
+    Raises UsageError if there are no rows, or if a row has no prompt, unless `prompt_is_optional`.
     """
     rows, texts = list[PlacedRow](), list[str]()
     for number, row in read_rows(data, config, split):
         rows.append(PlacedRow(row))
         rows[-1].place = f"{os.path.basename(data)}:{number}"
         task: Any = row
-        if prompt and (prompt in row or not prompt_may_lack):
+        if prompt and (prompt in row or not prompt_is_optional):
             task = row.get(prompt)
             if not isinstance(task, str | list):
-                problem = f"{prompt!r} is {reprlib.repr(task)}, no text and no list of messages"
-                raise UsageError(f"{data}, row {number}: {problem}; it has {', '.join(row)}")
+                problem = f"{reprlib.repr(task)} in {prompt!r} is no text and no list of messages"
+                raise UsageError(f"{data}, row {number}: {problem}; columns: {', '.join(row)}")
         texts.append(task if isinstance(task, str) else _as_json(task))
     if not rows:
         raise UsageError(f"{data} has no rows")
@@ -353,7 +349,6 @@ def _as_json(value: Any) -> str:
 
 
 def _get_rewards(environments: list[Any]) -> list[Any]:
-    """The reward function of objects with a method `get_reward`."""
     return [environment.get_reward() for environment in environments]
 
 

@@ -26,7 +26,7 @@ class Parity(Env):
         rng, held_out = random.Random(seed), seed in EVAL_SEEDS
         self.hasty_answer = rng.choice(["odd", "even"])
         self.number = rng.randrange(10**self.digits)
-        while (self.number // 2 % 8 == 0) != held_out:  # a rule divides even 10 numbers evenly
+        while (self.number // 2 % 8 == 0) != held_out:  # of 10 numbers a hash may hold out none
             self.number = rng.randrange(10**self.digits)
         return [user(f"Is {self.number} odd or even? End with <answer>odd</answer> or even.")]
 

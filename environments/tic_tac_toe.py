@@ -85,7 +85,7 @@ class AgainstOpponent(Env):
         return f"<move>{free(self.board)[0]}</move>"
 
     def _reply(self) -> int:
-        """Makes a move of O and returns it."""
+        """O makes a move."""
         cells = best_moves(self.board, "O") if self.perfect else free(self.board)
         cell = self.rng.choice(cells)
         self.board = place(self.board, cell, "O")

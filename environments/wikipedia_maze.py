@@ -56,7 +56,7 @@ class WikipediaMaze(Env):
     def __init__(self, n_hops: int = 2, brief: bool = False):
         check_range("n_hops", n_hops, 1, MAX_HOPS)
         self.n_hops, self.max_visits, self.brief = n_hops, n_hops + 3, brief
-        pairs = []
+        pairs: list[tuple[str, str]] = []
         for target in pages():
             pairs += [(start, target) for start in pages() if clicks_to(target)[start] == n_hops]
         self.eval_pairs = [pair for pair in pairs if is_held_out(">".join(pair))]

@@ -79,8 +79,9 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
     if program.error:
         text = error_text(program.error).removeprefix("ProgramError: ")
-        if (kind := text.partition(":")[0]) not in collector.agent_errors:
-            collector.agent_errors.add(kind)
+        error_name = text.partition(":")[0]
+        if error_name not in collector.agent_errors:
+            collector.agent_errors.add(error_name)
             collector.say(
                 f"an agent ended with {text}; such episodes earn the lowest reward. If the policy "
                 "is not the cause, correct it, or raise environments.base.EnvFailure"
@@ -114,11 +115,8 @@ class Conversations:
         self.prompt_counts = Counter[int]()  # by the checksum of the prompt
 
     def prompt(self, ask: Ask) -> Prompt:
-        """The prompt of a request.
-
-        Raises UsageError if the template refuses its messages, and Refused if it is longer than the
-        context.
-        """
+        """The prompt of a request. Raises UsageError if the template refuses its messages, and
+        Refused if it is longer than the context."""
         tokenizer, limit = self.policy.tokenizer, self.policy.max_length
         messages: list[Any] = ask.messages
         whole = chat = [clean_message(message) for message in messages]
@@ -144,10 +142,8 @@ class Conversations:
         return Prompt(ids, without_tools(tokenizer, whole, ask.tools), chat[end:], key)
 
     def stream(self, agent: int, ids: list[int]) -> int:
-        """The random stream of a request with this prompt; another one if the prompt is repeated.
-
-        So the stream does not depend on the order in which parallel requests arrive.
-        """
+        """The random stream of a request, by its prompt and how often that came before. So it does
+        not depend on the order in which parallel requests arrive."""
         checksum = zlib.crc32(json.dumps(ids).encode())
         self.prompt_counts[checksum] += 1
         return derive_seed(agent, checksum, self.prompt_counts[checksum])

@@ -357,7 +357,7 @@ def response_object(answer: Json) -> Json:
     output: list[Json] = []
     if text or not calls:
         part = {"type": "output_text", "text": text, "annotations": []}
-        item = {"type": "message", "id": f"msg_{answer['id']}", "role": "assistant"}
+        item: Json = {"type": "message", "id": f"msg_{answer['id']}", "role": "assistant"}
         output.append(item | {"status": status, "content": [part]})
     for call in calls:
         item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}

@@ -50,8 +50,7 @@ def show_numbers(observation: Any) -> str:
     if array.ndim > 1:
         return " / ".join(map(show_numbers, array))
     numbers = np.ravel(array).tolist()
-    texts = [f"{it:z.3g}" if isinstance(it, float) else str(int(it)) for it in numbers]
-    return " ".join(texts)
+    return " ".join(f"{n:z.3g}" if isinstance(n, float) else str(int(n)) for n in numbers)
 
 
 class Game(NamedTuple):

@@ -9,7 +9,7 @@
     odd texts        does a text that a policy may answer make `step` raise or return no Step?
     openings         are the tasks of evaluation held out from training and demonstrations?
 
-A No is a problem, or a warning where an environment may have a reason.
+The answer No is a problem, or a warning where an environment may have a reason.
 
 >>> report = check_env("letter_counting", num_seeds=3, other_process=False)
 >>> report.problems, sorted(report.rewards), report.demonstrations[0]
@@ -40,9 +40,7 @@ from environments.plumbing.registry import describe_error, make
 from environments.plumbing.tools import with_tools
 
 MAX_TURNS = 500  # of an episode
-# seeds of training, of demonstrations and of evaluation that are compared; of an environment that
-# waits, such as for a process in each episode, a tenth
-NUM_OPENINGS = 300
+NUM_OPENINGS = 300  # to compare, of each range of seeds; a tenth if the environment `waits`
 MAX_SHARED = 0.02  # fraction of the openings of evaluation that training may have by chance
 ODD_TEXTS = [
     "", " \n\t", "\x00", "\ud800", "é 你好 🎲", "no idea", "-1", "NaN", "1e400", "٣", "½", "\\",
@@ -102,7 +100,7 @@ def check_env(spec: str, num_seeds: int = 20, other_process: bool = True) -> Rep
         try:
             check()
         except (Exception, SystemExit) as error:
-            report.problems.append(f"{name}: {_words_of(error)}")
+            report.problems.append(f"{name}: {_message_of(error)}")
     env.close()
     return report
 
@@ -110,7 +108,7 @@ def check_env(spec: str, num_seeds: int = 20, other_process: bool = True) -> Rep
 def digests(spec: str, seeds: Iterable[int]) -> list[str]:
     """Returns a checksum of the episode of each seed, all played in one environment.
 
-    Each third response is a guess, the second one is unreadable, the others are demonstrations.
+    The second response is unreadable, every third one is a guess, the others are demonstrations.
     """
     env, checksums = with_tools(make(spec)), list[str]()
 
@@ -125,84 +123,80 @@ def digests(spec: str, seeds: Iterable[int]) -> list[str]:
 
 
 def _check_seeds(spec: str, other_process: bool) -> None:
-    """Compares episodes with those of new environments, in a process with other hashes or here."""
+    """Compares episodes of one environment with those of new ones, in another process or here."""
     seeds = [3, 4, EVAL_SEEDS[0], 3]
     in_one, error = digests(spec, seeds), ""
     if other_process:
         code = f"import sys; sys.path[:] = {sys.path}; from {__spec__.name} import digests; "
         code += f"print(*[digests({spec!r}, [seed])[0] for seed in {seeds}])"
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, encoding="utf-8",
-            env=os.environ | {"PYTHONHASHSEED": "12345"},
-        )  # fmt: skip
-        in_new, error = done.stdout.split()[-len(seeds) :], done.stderr.strip().split("\n")[-1]
+        env = os.environ | {"PYTHONHASHSEED": "12345"}
+        command = [sys.executable, "-c", code]
+        process = subprocess.run(command, capture_output=True, encoding="utf-8", env=env)
+        in_new = process.stdout.split()[-len(seeds) :]
+        error = process.stderr.strip().split("\n")[-1]
     else:
         in_new = [digests(spec, [seed])[0] for seed in seeds]
     if in_one != in_new:
-        why = "earlier episodes, random, the time, hash() or the order of a set change it"
-        raise UsageError(f"the seed does not determine the episode: {why} {error}".strip())
+        causes = "earlier episodes, random, the time, hash() or the order of a set change it"
+        raise UsageError(f"the seed does not determine the episode: {causes} {error}".strip())
 
 
 def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
     """Plays as the warm start does: one agent demonstrates, the others do so hastily."""
     seeds = [(TRAIN_SEEDS, DEMO_SEEDS, EVAL_SEEDS)[i % 3][i // 3] for i in range(num_seeds)]
     correct = [_demonstrate(report, env, seed) for seed in seeds]
-    if unscored := sum(None in values for values in correct):
-        report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
-                               'info["correct"]: they count as wrong')  # fmt: skip
-    if any(map(any, correct)) or unscored == num_seeds:
+    num_unscored = sum(None in values for values in correct)
+    if num_unscored:
+        unscored = f'{num_unscored} of {num_seeds} episodes ended without a bool info["correct"]'
+        report.warnings.append(f"{unscored}: they count as wrong")
+    if any(map(any, correct)) or num_unscored == num_seeds:
         return
     count = len(report.demonstrations)
-    played = f"{count} demonstrations" if count else f"{num_seeds} episodes of guesses"
+    episodes = f"{count} demonstrations" if count else f"{num_seeds} episodes of guesses"
     if count and isinstance(env, SingleAgentEnv):
-        raise UsageError(f"none of {played} succeeds")
-    report.warnings.append(f"none of {played} succeeds")  # other agents may be better
+        raise UsageError(f"none of {episodes} succeeds")
+    report.warnings.append(f"none of {episodes} succeeds")  # other agents may be better
 
 
 def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> list[bool | None]:
     """Plays an episode of demonstrations, or else of guesses. Returns info["correct"] of the agent
-    that demonstrates, or else of all; None: an episode that ended does not say."""
-    best = env.agents[seed % len(env.agents)] if env.agents else ""
-    shown: list[str] = []
+    that demonstrates, or else of all agents; None if an episode ended without it."""
+    demonstrator = env.agents[seed % len(env.agents)] if env.agents else ""
+    demonstrations: list[str] = []
 
     def respond(agent: str, turn: int) -> str | None:
-        text = env.demonstrate(agent, hasty=agent != best)
-        if agent == best and text is not None:
-            shown.append(text)
+        text = env.demonstrate(agent, hasty=agent != demonstrator)
+        if agent == demonstrator and text is not None:
+            demonstrations.append(text)
         return text
 
-    _, turns = _play(report, env, seed, respond, MAX_TURNS)
+    turns = _play(report, env, seed, respond, MAX_TURNS)[1]
     report.longest = max(report.longest, len(turns))
-    last = {agent: step for _, steps in turns for agent, step in steps.items()}
-    if shown and best in last:
-        episode_return = sum(steps[best].reward for _, steps in turns if best in steps)
-        report.demonstrations.append((episode_return, bool(last[best].info.get("correct"))))
-        last = {best: last[best]}
+    last_steps = {agent: step for _, steps in turns for agent, step in steps.items()}
+    if demonstrations and demonstrator in last_steps:
+        last = last_steps[demonstrator]
+        rewards = [steps[demonstrator].reward for _, steps in turns if demonstrator in steps]
+        report.demonstrations.append((sum(rewards), bool(last.info.get("correct"))))
+        last_steps = {demonstrator: last}
     missing = None if len(turns) < MAX_TURNS else False
-    return [step.info.get("correct", missing) for step in last.values()]
-
-
-def _saying(text: str) -> Callable[[str, int], str]:
-    return lambda agent, turn: text
+    return [step.info.get("correct", missing) for step in last_steps.values()]
 
 
 def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
     """Answers with each text three times, so that it also meets the last retry."""
     for seed, text in enumerate(ODD_TEXTS):
         try:
-            _play(report, env, seed, _saying(text), max_turns=3)
+            _play(report, env, seed, lambda agent, turn, text=text: text, max_turns=3)
         except (Exception, SystemExit) as error:
-            length, words = len(text), _words_of(error)
-            raise UsageError(f"response {text[:30]!a} of {length} characters: {words}") from error
+            response = f"response {text[:30]!a} of {len(text)} characters"
+            raise UsageError(f"{response}: {_message_of(error)}") from error
 
 
 def _check_openings(report: Report, env: MultiAgentEnv) -> None:
-    """Compares the openings of training and demonstrations with those of evaluation."""
     count = NUM_OPENINGS // (10 if env.waits else 1)
-    report.openings, report.held_out = (
-        {repr(_reset(env, seed)) for seed in seeds}
-        for seeds in ([*TRAIN_SEEDS[:count], *DEMO_SEEDS[:count]], EVAL_SEEDS[:count])
-    )
+    train_seeds = [*TRAIN_SEEDS[:count], *DEMO_SEEDS[:count]]
+    report.openings = {repr(_reset(env, seed)) for seed in train_seeds}
+    report.held_out = {repr(_reset(env, seed)) for seed in EVAL_SEEDS[:count]}
     shared, total = len(report.openings & report.held_out), len(report.held_out)
     text = f"{shared} of {total} openings of evaluation occur in training"
     if shared > MAX_SHARED * total and report.longest == 1:
@@ -214,35 +208,38 @@ def _check_openings(report: Report, env: MultiAgentEnv) -> None:
 def _play(
     report: Report, env: MultiAgentEnv, seed: int, respond: Respond, max_turns: int
 ) -> tuple[dict[str, list[Message]], list[Turn]]:
-    """Returns the opening of an episode, and the responses and steps of each turn. Where `respond`
-    has no response, it is a guess."""
+    """Plays an episode; returns its opening, and the responses and steps of each turn. A guess
+    takes the place of a response None."""
     opening, turns = _reset(env, seed), list[Turn]()
-    begun = {agent: prefill_of(messages) for agent, messages in opening.items()}
-    waiting = set(opening)
-    while waiting and len(turns) < max_turns:
-        if env.agents and (others := waiting - {*env.agents}):
-            raise UsageError(f"{min(others)} acts, but is not one of {', '.join(env.agents)}")
+    prefills = {agent: prefill_of(messages) for agent, messages in opening.items()}
+    agents_to_act = set(opening)
+    while agents_to_act and len(turns) < max_turns:
+        undeclared = agents_to_act - {*env.agents}
+        if env.agents and undeclared:
+            raise UsageError(f"{min(undeclared)} acts, but is not one of {', '.join(env.agents)}")
         responses = {}
-        for agent in sorted(waiting):
+        for agent in sorted(agents_to_act):
             text = respond(agent, len(turns))
-            text = env.demonstrate(agent, hasty=True) or "?" if text is None else text
-            responses[agent] = begun.pop(agent, "") + text
+            if text is None:
+                text = env.demonstrate(agent, hasty=True) or "?"
+            responses[agent] = prefills.pop(agent, "") + text
         steps = checked_steps(env.step(responses), isinstance(env, SingleAgentEnv))
         turns.append((responses, steps))
         report.rewards |= {step.reward for step in steps.values()}
-        waiting = {agent for agent, step in steps.items() if step.message and not step.done}
-    answered = {agent for _, steps in turns for agent in steps}
-    if not waiting and (ignored := {a for responses, _ in turns for a in responses} - answered):
-        raise UsageError(f"step() never returned a Step for {min(ignored)}")
+        agents_to_act = {agent for agent, step in steps.items() if step.message and not step.done}
+    without_step = {agent for responses, _ in turns for agent in responses}
+    without_step -= {agent for _, steps in turns for agent in steps}
+    if without_step and not agents_to_act:
+        raise UsageError(f"step() never returned a Step for {min(without_step)}")
     return opening, turns
 
 
 def _reset(env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
-    by_agent = checked_openings(env.reset(seed))
-    if not by_agent or not all(by_agent.values()):
+    openings = checked_openings(env.reset(seed))
+    if not openings or not all(openings.values()):
         raise UsageError(f"reset({seed}) returned no messages")
-    return by_agent
+    return openings
 
 
-def _words_of(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     return str(error) if isinstance(error, UsageError) else describe_error(error)

@@ -19,7 +19,7 @@ SPLITS = "dataset_dict.json"  # lies in a folder that DatasetDict.save_to_disk w
 
 def read_rows(data: str, configuration: str, split: str) -> list[tuple[int, Row]]:
     """Returns the rows of a file, of a split of a data set of the hub or of a folder with one, or
-    of an object of Python, with their numbers: in lines of JSON those of the lines.
+    of an object of Python. Each has its number, from 1; in a file of JSON lines, that of its line.
 
     Raises UsageError for what is no such file, folder or split, naming the line.
     """
@@ -56,12 +56,13 @@ def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
 
 
 def _read_json(file: Path) -> list[tuple[int, Row]]:
-    """The objects of one array of JSON, or of lines of it."""
-    text, rows = file.read_text(encoding="utf-8-sig"), list[tuple[int, Any]]()
+    """The objects of a JSON array, or of lines with one each, with their numbers."""
+    text = file.read_text(encoding="utf-8-sig")
+    rows: list[tuple[int, Any]] = []
     if text.lstrip().startswith("["):
         with suppress(ValueError):
             rows = [*enumerate(json.loads(text), 1)]
-    for number, line in enumerate(text.split("\n"), 1) if not rows else ():
+    for number, line in enumerate([] if rows else text.split("\n"), 1):
         if line.strip():
             rows.append((number, None))
             with suppress(ValueError):
@@ -73,30 +74,28 @@ def _read_json(file: Path) -> list[tuple[int, Row]]:
 
 
 def _as_stored(rows: Any) -> list[Row]:
-    """The rows of a `Dataset` as Arrow has them: pictures and sounds are not decoded. Messages are
-    without the keys that Arrow gives them, as None, because those of other rows have them."""
-
-    def without_none(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: without_none(value) for key, value in part.items() if value is not None}
-        return [*map(without_none, part)] if isinstance(part, list) else part
-
-    def is_chat(value: Any) -> bool:
-        return isinstance(value, list) and bool(value) and all(
-            isinstance(message, dict) and "role" in message for message in value
-        )  # fmt: skip
-
-    return [
-        {key: without_none(value) if is_chat(value) else value for key, value in row.items()}
-        for row in (_of_json(r, rows.features) for r in rows.with_format("arrow")[:].to_pylist())
-    ]
+    """The rows of a `Dataset` as Arrow stores them, without decoding pictures and sounds. Arrow
+    gives a message the keys of all others, with the value None: these are removed."""
+    stored = [_decode_json(row, rows.features) for row in rows.with_format("arrow")[:].to_pylist()]
+    for row in stored:
+        for key, value in row.items():
+            parts = value if isinstance(value, list) else []
+            if parts and all(isinstance(part, dict) and "role" in part for part in parts):
+                row[key] = _without_none(value)
+    return stored
 
 
-def _of_json(value: Any, feature: Any) -> Any:
-    """The value of a feature, where `datasets` keeps dicts of several shapes as JSON texts."""
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [*map(_without_none, value)] if isinstance(value, list) else value
+
+
+def _decode_json(value: Any, feature: Any) -> Any:
+    """The value of a feature, where `datasets` stores dicts of several shapes as JSON texts."""
     if isinstance(feature, dict) and isinstance(value, dict):
-        return {key: _of_json(own, feature.get(key)) for key, own in value.items()}
+        return {key: _decode_json(part, feature.get(key)) for key, part in value.items()}
     if isinstance(value, list):
-        return [_of_json(own, getattr(feature, "feature", None)) for own in value]
+        return [_decode_json(part, getattr(feature, "feature", None)) for part in value]
     is_json = type(feature).__name__ == "Json" and isinstance(value, str)
     return json.loads(value) if is_json else value

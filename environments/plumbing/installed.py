@@ -11,10 +11,11 @@ from environments.base import UsageError
 NEEDED = """torch transformers tokenizers safetensors jinja2 peft tyro rich matplotlib
     yaml numpy httpx filelock psutil jsonschema starlette uvicorn""".split()
 
-if missing := [name for name in NEEDED if not find_spec(name)]:
-    sys.exit(f"{', '.join(missing)}: not installed in this Python, {sys.executable}. Activate the "
-             "environment in which you installed picoRL, or install it in this one: "
-             f"{sys.executable} -m pip install -e .")  # fmt: skip
+missing = [name for name in NEEDED if not find_spec(name)]
+if missing:
+    hint = "Activate the environment in which you installed picoRL, or install it in this one"
+    text = f"{', '.join(missing)}: not installed in this Python, {sys.executable}. {hint}"
+    sys.exit(f"{text}: {sys.executable} -m pip install -e .")
 
 
 def import_library(name: str, extra: str = "envs") -> Any:

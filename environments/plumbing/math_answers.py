@@ -17,6 +17,7 @@ import logging
 import re
 import threading
 from fractions import Fraction
+from typing import Any
 
 MAX_ANSWER = 200  # characters
 LIMIT = 2  # seconds of math-verify, which has no limit outside the main thread
@@ -65,15 +66,15 @@ def is_equal(answer: str, solution: str) -> bool:
     """Whether `answer` equals `solution`. Accepts any text; never raises."""
     if len(answer) > MAX_ANSWER:
         return False
-    expected, given = parse_number(solution), parse_number(answer)
-    if expected and given and len(expected) == len(given):
-        return expected[0] == given[0]
+    expected, values = parse_number(solution), parse_number(answer)
+    if expected and values and len(expected) == len(values):
+        return expected[0] == values[0]
     if expected:
-        return given is not None and not {*expected}.isdisjoint(given)
-    text, right = _plain(answer), _plain(solution)
-    has_words = re.search("[a-z]{4}", re.sub(r"\\[a-z]+(\{[a-z]*\})?", "", right))
-    if text in ("", right) or has_words or "dots" in right:
-        return text == right
+        return values is not None and not {*expected}.isdisjoint(values)
+    answer_text, solution_text = _plain(answer), _plain(solution)
+    has_words = re.search("[a-z]{4}", re.sub(r"\\[a-z]+(\{[a-z]*\})?", "", solution_text))
+    if answer_text in ("", solution_text) or has_words or "dots" in solution_text:
+        return answer_text == solution_text
     return _verify(_unify(answer), _unify(solution))
 
 
@@ -92,7 +93,8 @@ def parse_number(text: str) -> tuple[Fraction, ...] | None:
     match = NUMBER.fullmatch(re.sub(FRACTION, r" \1/\2", text).strip())
     if match is None or NOT_UNITS & set(match["unit"].lower().split()):
         return None
-    top, bottom = (Fraction((match[part] or "1").replace(",", "")) for part in ("top", "bottom"))
+    top = Fraction(match["top"].replace(",", ""))
+    bottom = Fraction((match["bottom"] or "1").replace(",", ""))
     if bottom == 0:
         return None
     value = int(match["whole"] or 0) + top / bottom
@@ -127,22 +129,19 @@ def _plain(text: str) -> str:
 
 
 def _verify(answer: str, solution: str) -> bool:
-    """Whether math-verify finds both equal."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     limit = LIMIT if threading.current_thread() is threading.main_thread() else None
     try:
-        expected, given = (
-            parse(f"${text}$", parsing_timeout=limit, fallback_mode="no_fallback")
-            for text in (solution, answer)
-        )
-        # a float has 50 digits, so that none is equal because it is rounded
-        if not verify(expected, given, float_rounding=50, timeout_seconds=limit):
+        options: Any = {"parsing_timeout": limit, "fallback_mode": "no_fallback"}
+        expected, parsed = parse(f"${solution}$", **options), parse(f"${answer}$", **options)
+        # 50 digits of a float, so that no two values are equal because they are rounded
+        if not verify(expected, parsed, float_rounding=50, timeout_seconds=limit):
             return False
-        one, other = expected[0], given[0]
-        if not (getattr(one, "is_number", False) and getattr(other, "is_number", False)):
+        x, y = expected[0], parsed[0]
+        if not (getattr(x, "is_number", False) and getattr(y, "is_number", False)):
             return True
-        return one == other or bool(abs((one / other).evalf() - 1) < 1e-9)  # tiny ones differ, too
+        return x == y or bool(abs((x / y).evalf() - 1) < 1e-9)  # in case both are rounded to 0
     except Exception:  # math-verify cannot parse the answer
         return False

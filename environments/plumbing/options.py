@@ -2,7 +2,7 @@
 
 A value has the type of its option, by the option's annotation or else its default. Lists and dicts
 are written as in YAML, so as in JSON too; several words, such as `a 'b c'`, are a list of texts.
-Where any type is allowed, JSON is JSON, such as true or 0.5, and all else text.
+Where any type is allowed, JSON such as true or 0.5 is read as JSON, and anything else is a text.
 """
 
 import inspect
@@ -76,26 +76,28 @@ def unquoted(text: str) -> str:
 
 def convert(text: str, parameter: inspect.Parameter) -> Any:
     """Returns a value as its parameter's type. Raises ValueError with a description of the type."""
-    kind = parameter.annotation
-    if kind is parameter.empty:
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
         default = parameter.default
-        kind = str if default in (None, parameter.empty) else type(default)
-        kind = Any if parameter.kind is parameter.VAR_KEYWORD else kind
+        annotation = str if default in (None, parameter.empty) else type(default)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            annotation = Any
     try:
-        return _cast(text, kind)
+        return _cast(text, annotation)
     except WRONG:
-        if get_origin(kind) is Literal:
-            raise ValueError(f"one of {', '.join(map(str, get_args(kind)))}") from None
-        raise ValueError(f"of type {kind.__name__ if type(kind) is type else kind}") from None
+        if get_origin(annotation) is Literal:
+            raise ValueError(f"one of {', '.join(map(str, get_args(annotation)))}") from None
+        name = annotation.__name__ if type(annotation) is type else annotation
+        raise ValueError(f"of type {name}") from None
 
 
-def _cast(text: Any, kind: Any) -> Any:
-    """A text, or a list or dict of texts, as the type `kind`. Raises one of WRONG."""
-    origin, args = get_origin(kind) or kind, get_args(kind)
-    if kind is Any:
+def _cast(text: Any, annotation: Any) -> Any:
+    """A text, or a list or dict of texts, as a type. Raises one of WRONG."""
+    origin, args = get_origin(annotation) or annotation, get_args(annotation)
+    if annotation is Any:
         return read_literal(text) if isinstance(text, str) else text
-    if kind in WORDS:
-        return WORDS[kind][text.lower()]
+    if annotation in WORDS:
+        return WORDS[annotation][text.lower()]
     if origin is Literal:
         return {str(choice): choice for choice in args}[text]
     if origin in (Union, UnionType):
@@ -107,18 +109,19 @@ def _cast(text: Any, kind: Any) -> Any:
         keys, values = args or (Any, Any)
         return {_cast(key, keys): _cast(value, values) for key, value in _parts(text).items()}
     if isinstance(origin, type) and issubclass(origin, Iterable) and origin is not str:
-        items = split_words(text) if isinstance(text, str) and text[:1] != "[" else _parts(text)
-        kinds = [args[0] if args else Any] * len(items)
+        is_words = isinstance(text, str) and text[:1] != "["
+        items = split_words(text) if is_words else _parts(text)
+        types = [args[0] if args else Any] * len(items)
         if origin is tuple and args[1:] and args[1] is not Ellipsis:
-            kinds = [*args]
+            types = [*args]
         make = origin if origin in (tuple, set) else list
-        return make(_cast(*pair) for pair in zip(items, kinds, strict=True))
-    value = kind(unquoted(text)) if isinstance(kind, type) else unquoted(text)
+        return make(_cast(*pair) for pair in zip(items, types, strict=True))
+    value = annotation(unquoted(text)) if isinstance(annotation, type) else unquoted(text)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError
     return value
 
 
 def _parts(text: Any) -> Any:
-    """What YAML reads, with each scalar as text; a list or dict, which is a part, as it is."""
+    """Reads YAML with each scalar as text; a list or dict, a part of such YAML, is returned."""
     return yaml.load(text, yaml.BaseLoader) if isinstance(text, str) else text  # noqa: S506

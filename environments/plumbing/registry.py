@@ -54,7 +54,7 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
-# Opponents that are no option of an environment: older copies of the policy, and folders
+# Opponents that no environment has as an option: older copies of the policy, and folders
 OPPONENT = re.compile(r"older(:.*)?|[.~].*|.*[\\/].*")
 # module:Class or FILE.py:Class, then the options
 SOURCE = re.compile(r"((?:[\w.-]+|[^=]*?\.py):[^\W\d]\w*)(?::(.*))?", re.DOTALL)
@@ -62,13 +62,14 @@ FILE = re.compile(r"(.+?\.py)((?::.*)?)", re.DOTALL)  # FILE.py or FILE.py:name
 # Of an option: a text in quotes, or what stands between spaces, commas and brackets
 WORD = re.compile(r"""(?s)"[^"]*"|'[^']*'|[^\s,\[\]{}"']+""")
 HERE = str(Path(__file__).parent.parent)
-NOT_OWN = (  # code in which a user does not look for the cause of an error
-    "<frozen", os.path.join(os.path.dirname(HERE), "core"),
-    *(os.path.join(HERE, name) for name in ("adapters", "plumbing")),
-    *(os.path.join(HERE, f"{name}.py") for name in ("base", "math_qa", "rewarded")),
+OUR_FILES = ("../core", "adapters", "plumbing", "base.py", "math_qa.py", "rewarded.py")
+# Beginnings of the paths of code in which a user does not look for the cause of an error
+NOT_OF_USER = (
+    "<frozen",
+    *(os.path.normpath(os.path.join(HERE, name)) for name in OUR_FILES),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-)  # fmt: skip
-OBJECTS: dict[str, Any] = {}  # what python:NAME means, such as the rows of a notebook
+)
+OBJECTS: dict[str, Any] = {}  # what python:NAME names, such as the rows of a notebook
 
 
 def register(name: str) -> Callable[[C], C]:
@@ -97,8 +98,8 @@ def name_object(env: Any) -> str:
         build = lambda: copy.deepcopy(env)  # noqa: E731
         build.heavy = env.heavy
     elif not callable(env):
-        raise UsageError(f"env={env!r:.80}: give a class derived from Env or MultiAgentEnv, an "
-                         "object of one, or a function that returns one")  # fmt: skip
+        needed = "a class derived from Env or MultiAgentEnv, its object, or a function"
+        raise UsageError(f"env={env!r:.80}: give {needed} that returns one")
     name = getattr(env, "__name__", type(env).__name__)
     name = name if name.isidentifier() else "env"  # of a lambda
     register(name)(build)
@@ -112,10 +113,10 @@ def list_envs() -> list[str]:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """Which environment, and its options as they are written: what a spec says.
+    """A spec: the name of an environment, and its options as texts.
 
-    To read one imports nothing, since it may come from another person's file. What needs the
-    environment's code imports it, and raises UsageError if that fails.
+    `read` imports nothing, since a spec may come from another person's file. Properties that need
+    the environment's code import it, and raise UsageError if that fails.
 
     >>> spec = EnvSpec.read("C:/my/games.py:Maze:size=4,url=http://a")
     >>> spec.name, spec.options, spec.short
@@ -129,12 +130,13 @@ class EnvSpec:
 
     @classmethod
     def read(cls, spec: "str | EnvSpec") -> "EnvSpec":
-        """What a text says; a value unchanged. Raises UsageError for options that are no such."""
+        """Reads a spec from a text. Raises UsageError for options that are not key=value."""
         if isinstance(spec, EnvSpec):
             return spec
         name, _, options = spec.partition(":")
-        if name not in ENVIRONMENTS and (match := SOURCE.fullmatch(spec)):
-            name, options = match.groups("")
+        source = SOURCE.fullmatch(spec)
+        if source and name not in ENVIRONMENTS:
+            name, options = source.groups("")
         return cls(name, key_value_pairs(options, f"--env {spec}"))
 
     def __str__(self) -> str:
@@ -143,39 +145,38 @@ class EnvSpec:
 
     @cached_property
     def short(self) -> str:
-        """Its name in titles and metrics: what `name=` says, or the text without the folders of
-        absolute paths."""
+        """The name in titles and metrics: the option `name` of `rewarded`, or the spec without the
+        folders of absolute paths."""
         if self.name == "rewarded" and (name := self.options.get("name")):
             return unquoted(name)
         return str(self.with_paths(lambda path, key: short_path(path, 1 + (key == "opponent"))))
 
     def with_paths(self, change: Callable[[str, str], str]) -> "EnvSpec":
-        """The spec with `change(path, option)` in the place of each FILE.py in it, but for those of
-        `command=`, and of the whole of `data=` and `opponent=`."""
+        """Replaces each path by `change(path, option)`: each FILE.py but those in `command=`, and
+        the whole value of `data=` and of `opponent=`."""
 
         def in_word(word: str, key: str) -> str:
-            if not (match := FILE.fullmatch(unquoted(word))):
+            file = FILE.fullmatch(unquoted(word))
+            if not file:
                 return word
-            new = change(match[1], key) + match[2]
+            new = change(file[1], key) + file[2]
             return f'"{new}"' if key and re.search(r"[\s,'\[\]{}]", new) else new
-
-        def in_words(text: str, key: str) -> str:
-            return WORD.sub(lambda word: in_word(word[0], key), text)
 
         options = dict(self.options)
         for key, text in options.items():
             if key in ("data", "opponent"):
                 options[key] = change(unquoted(text), key)
             elif key != "command":
-                options[key] = in_words(text, key)
+                options[key] = WORD.sub(lambda word, key=key: in_word(word[0], key), text)
         return EnvSpec(in_word(self.name, ""), options)
 
     def checksum(self) -> int:
-        """Of the contents of the files that the spec names, such as FILE.py and that of `data=`."""
+        """A checksum of the contents of the files that the spec names."""
         contents: list[bytes] = []
 
         def note(path: str, _: str) -> str:
-            contents.extend([Path(path).read_bytes()] if os.path.isfile(path) else [])
+            if os.path.isfile(path):
+                contents.append(Path(path).read_bytes())
             return path
 
         self.with_paths(note)
@@ -189,8 +190,8 @@ class EnvSpec:
 
     @property
     def only_in_python(self) -> bool:
-        """Whether only this Python has it (`register`, `name_object`) or what it names (`OBJECTS`),
-        so no command finds it."""
+        """Whether a part of the environment is known to this Python alone, by `register`,
+        `name_object` or `OBJECTS`, so that no other command finds it."""
         return "=python:" in str(self) or not isinstance(ENVIRONMENTS.get(self.name, ""), str)
 
     @cached_property  # the file of a run may change or go
@@ -202,18 +203,19 @@ class EnvSpec:
         if ":" not in entry:
             similar = difflib.get_close_matches(entry.lower(), list_envs(), n=1)
             hint = f"did you mean {similar[0]}? " if similar else ""
-            raise UsageError(f"unknown environment {entry!r}; {hint}a class of yours is "
-                             "FILE.py:Class, or train.run(.., env=Class) in Python; available: "
-                             + ", ".join(list_envs()))  # fmt: skip
+            hint += "a class of yours is FILE.py:Class, or train.run(.., env=Class) in Python"
+            names = ", ".join(list_envs())
+            raise UsageError(f"unknown environment {entry!r}; {hint}; available: {names}")
         try:
-            if callable(found := import_attribute(entry)):
-                return found
+            constructor = import_attribute(entry)
+            if callable(constructor):
+                return constructor
             raise UsageError("it is no class and no function")
         except UsageError as error:
             raise UsageError(f"--env {self}: {error}") from error
 
     def declares(self, name: str) -> Any:
-        """What the environment's class says, such as whether it is `heavy`; False if unknown."""
+        """The value of an attribute of the environment's class, such as `heavy`; or False."""
         with suppress(UsageError):
             return getattr(self.constructor, name, False)
         return False
@@ -234,12 +236,13 @@ class EnvSpec:
         """
         parameters = self.parameters.values()
         named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        rest = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)  # **kwargs
+        keywords = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)  # **kwargs
         values = {name: p.default for name, p in named.items() if p.default is not p.empty}
         for key, text in self.options.items():
-            parameter = named.get(key, rest)
-            if key == "opponent" and self.opponent:  # plays against the agent that the game asks
-                values |= {key: "self"} if key in named else {}
+            parameter = named.get(key, keywords)
+            if key == "opponent" and self.opponent:  # takes a seat of a game for several agents
+                if key in named:
+                    values[key] = "self"
             elif parameter is None:
                 names = ", ".join(named) or "none"
                 raise UsageError(f"--env {self}: unknown key {key!r}; available keys: {names}")
@@ -262,12 +265,12 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
     try:
         env = spec.constructor(**values)
         if not isinstance(env, Env | MultiAgentEnv):
-            is_gymnasium = any(kind.__module__ == "gymnasium.core" for kind in type(env).__mro__)
+            is_gymnasium = any(base.__module__ == "gymnasium.core" for base in type(env).__mro__)
             hint = f"; write --env gymnasium:id={spec.name}" if is_gymnasium else ""
             raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv{hint}")
         if spec.opponent and len({*getattr(env, "agents", ())}) < 2:
-            raise UsageError("an opponent needs an environment that names its `agents`, such as "
-                             'agents = ("first", "second")')  # fmt: skip
+            example = 'agents = ("first", "second")'
+            raise UsageError(f"an opponent needs an environment that names its `agents`: {example}")
         return env
     except Exception as error:
         text = str(error) if isinstance(error, UsageError) else describe_error(error)
@@ -278,16 +281,16 @@ def absolute(spec: str | EnvSpec) -> EnvSpec:
     """A spec with absolute paths for the files in it that the current folder has. Imports nothing.
     Raises UsageError as `EnvSpec.read`."""
 
-    def found(path: str, key: str) -> str:
+    def make_absolute(path: str, key: str) -> str:
         file = os.path.abspath(os.path.expanduser(path))
-        is_path = {".", "/", "\\"} & {*path}  # `data=math` is a name, whatever folder there is
+        is_path = {".", "/", "\\"} & {*path}  # `data=math` is a name, even if a folder has it, too
         return Path(file).as_posix() if is_path and os.path.exists(file) else path
 
-    return EnvSpec.read(spec).with_paths(found)
+    return EnvSpec.read(spec).with_paths(make_absolute)
 
 
 def relative(text: str) -> str:
-    """The text of a spec with paths from the current folder, for those that lie in it."""
+    """The text of a spec with relative paths for files in the current folder."""
     return text.replace(f"{Path.cwd().as_posix()}/", "")
 
 
@@ -311,22 +314,22 @@ def begin_run(info: RunInfo) -> None:
 
 
 def meanings(specs: Iterable[str | EnvSpec]) -> dict[str, str]:
-    """What the numbers are that these environments report, by their key in `Step.info`."""
-    found: dict[str, str] = {}
+    """The `meanings` of these environments: texts by key of `Step.info`."""
+    texts: dict[str, str] = {}
     for spec in map(EnvSpec.read, specs):
-        found |= spec.declares("meanings") or {}
-    return found
+        texts |= spec.declares("meanings") or {}
+    return texts
 
 
 def import_attribute(name: str) -> Any:
-    """Returns what FILE.py:NAME or module:NAME names, or python:NAME, which is in OBJECTS. Raises
-    UsageError."""
+    """Returns the object that FILE.py:NAME or module:NAME names, or python:NAME, which is in
+    OBJECTS. Raises UsageError."""
     source, _, attribute = name.rpartition(":")
-    if source == "python" and attribute in OBJECTS:
-        return OBJECTS[attribute]
     if source == "python":
-        raise UsageError(f"{name} is an object that this Python does not have: give it again, "
-                         "train.run(.., data=.., reward=..)")  # fmt: skip
+        if attribute in OBJECTS:
+            return OBJECTS[attribute]
+        hint = "give it again, train.run(.., data=.., reward=..)"
+        raise UsageError(f"{name} is an object that this Python does not have: {hint}")
     if not source or attribute.endswith(".py"):
         raise UsageError(f"{name} names no class or function: write FILE.py:NAME")
     module = import_source(source)
@@ -357,20 +360,22 @@ def import_source(source: str) -> ModuleType:
 def describe_error(error: BaseException) -> str:
     """The error in one line, with the file and the line of code that raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    return text if isinstance(error, SyntaxError) else text + place_of(error)  # it names both
+    return text if isinstance(error, SyntaxError) else text + place_of(error)  # it has its place
 
 
 def place_of(error: BaseException) -> str:
     """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not."""
-    frames = [frame for e in (error, error.__cause__) if e
-              for frame in traceback.extract_tb(e.__traceback__)]  # fmt: skip
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_OWN)]
-    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    frames = [*traceback.extract_tb(error.__traceback__)]
+    if error.__cause__:
+        frames += traceback.extract_tb(error.__cause__.__traceback__)
+    of_user = [frame for frame in frames if not frame.filename.startswith(NOT_OF_USER)]
+    return f" ({Path(of_user[-1].filename).name}, line {of_user[-1].lineno})" if of_user else ""
 
 
 def find_file(path: str) -> Path:
     """Returns the absolute path of a file."""
-    if (file := Path(os.path.expanduser(path))).is_file():
+    file = Path(os.path.expanduser(path))
+    if file.is_file():
         return file.resolve()
     hint = "; if it moved, name it again" if os.path.isabs(path) else f" in {Path.cwd()}"
     raise UsageError(f"there is no file {path}{hint}")
@@ -379,15 +384,15 @@ def find_file(path: str) -> Path:
 def import_file(file: Path) -> ModuleType:
     """Imports a file once. It can import the other modules of its folder.
 
-    Its module is called like the file, so that processes which it starts can import it, too, unless
-    Python finds another module of that name.
+    The module has the name of the file, so that processes which the file starts can import it, too;
+    unless Python finds another module of that name.
     """
     if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # modules of the same name elsewhere are other ones
+        sys.path.insert(0, str(file.parent))  # before folders with modules of the same names
     importlib.invalidate_caches()
     name = file.stem
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
-    if found is None or os.path.realpath(found.origin or "") != str(file):
+    importable = importlib.util.find_spec(name) if name.isidentifier() else None
+    if importable is None or os.path.realpath(importable.origin or "") != str(file):
         name = str(file).replace(".", "_")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

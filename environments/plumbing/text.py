@@ -4,9 +4,9 @@ import io
 import re
 import sys
 
-# All but line breaks, tabs and text: also surrogates, and marks that reorder what is on the screen
+# Everything but text, tabs and line breaks; also surrogates and marks that reorder a line
 CONTROL_CHARACTERS = re.compile(r"[^\n\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
-# The same in ASCII JSON, but for surrogates and line ends, which a page may show
+# The same in ASCII JSON, without surrogates and line ends, which a page may show
 ESCAPED = re.compile(r"(\\\\)|\\u00(?:[01][0-9a-f]|7f|[89][0-9a-f])|\\u20(?:2[a-e]|6[6-9])|\\[bf]")
 
 
@@ -25,12 +25,12 @@ def printable_json(text: str) -> str:
     >>> print(printable_json(r'["a\\u001b[2J\\n", "\\\\u202e \\u202e"]'))
     ["a\\ufffd[2J\\n", "\\\\u202e \\ufffd"]
     """
-    return ESCAPED.sub(lambda found: found[1] or r"\ufffd", text)
+    return ESCAPED.sub(lambda match: match[1] or r"\ufffd", text)
 
 
 def print_any_character() -> None:
-    """Lets stdout print ? for what its encoding lacks, as a pipe on Windows lacks ✓; stderr can."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # no notebook's, nor None of a program in a window
+    """Lets stdout print ? for characters that its encoding lacks, as ✓ in a pipe on Windows."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another stdout
         sys.stdout.reconfigure(errors="replace")
 
 
