@@ -50,7 +50,7 @@ class Options(LoopOptions):
 
     @property
     def needs(self) -> Set[str]:
-        """Groups, if the baseline is made of them."""
+        """Groups, if the baseline is a mean over a group."""
         return {"groups"} if self.baseline in ("group", "leave_one_out") else set()
 
 

@@ -1,4 +1,4 @@
-"""The afternoon, 5 of 9. What the algorithms share: tokens, turns, token weights.
+"""The afternoon, 5 of 9. Code that all algorithms share: tokens, turns, token weights.
 
 Every token that was sampled in an update has a number, 0 to S-1, rollout after rollout. Every
 quantity of the tokens is a vector [S] in the order of these numbers; a micro-batch is a choice of n

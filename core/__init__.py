@@ -1,15 +1,15 @@
-"""What the loop in train.py calls: rollouts, sampler, model, batching and the files of a run."""
+"""The modules that train.py calls: rollouts, sampler, model, batching and the files of a run."""
 
 import logging
 import os
 
 import environments.plumbing.installed  # noqa: F401  (torch and others may be missing)
 
-# In an operation of torch each thread waits for the others in a loop before it sleeps. Beside busy
-# programs the loop takes the core that one of the others needs. A short loop saves a third there,
-# and costs some time on a quiet machine. OpenMP reads these when torch is imported, which this file
-# therefore precedes
-if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set wins
+# In an operation of torch, each thread waits for the other threads in a loop before it sleeps. On a
+# busy machine the loop occupies a core that another thread needs: a short loop saves a third of the
+# time there, and costs some time on a quiet machine. OpenMP reads these variables when torch is
+# imported, so they are set before that
+if "OMP_WAIT_POLICY" not in os.environ:  # the user's own setting wins
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # turns of the loop: GNU's library, on Linux
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # ms: LLVM's and Intel's, on macOS and Windows
 

@@ -47,11 +47,11 @@ class Algorithm:
 
     compute_advantages: Callable[[Any, Any], Any]
     compute_loss: Callable[[Any, Any], Any]
-    file: Path  # which a run keeps a copy of, if it is the user's
+    file: Path  # a run keeps a copy of a file of the user's
     # of scratch.py only: exercises in place of functions of the library
     weighted_kl: Callable[..., Any] | None = None  # algorithms/kl.py
     draw: Callable[..., Any] | None = None  # core/sampler.py
-    variant: str = ""  # what the title of a run says after the name
+    variant: str = ""  # follows the name in the title of a run
     remarks: tuple[str, ...] = ()  # lines to show when the run starts
 
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar, cast
 
 LONG = 60.0  # seconds after which a quick call shows where it is
 
-Outcome = tuple[Any, BaseException | None]  # what a call returned or raised
+Outcome = tuple[Any, BaseException | None]  # (result, None), or (None, exception) of a call
 T = TypeVar("T")
 LOOKS = list[Callable[[], None]]()  # the `look` of each block of quick calls in the main thread
 
@@ -47,7 +47,7 @@ def quick_calls(look: Callable[[], None]) -> Iterator[None]:
 
 
 class Calls:
-    """At most `count` calls at the same time, each in a daemon thread; the others wait."""
+    """At most `count` calls at the same time, each in a daemon thread; further calls wait."""
 
     def __init__(self, count: int):
         self.count = count
@@ -90,7 +90,7 @@ class Calls:
 
 
 def outcome_of(function: Callable[[], Any]) -> Outcome:
-    """What a call returns or raises."""
+    """Calls a function; returns its result or its exception."""
     try:
         return function(), None
     except BaseException as error:  # SystemExit too: an environment must not end the run

@@ -35,7 +35,7 @@ PARAMS = SamplingParams(max_tokens=4)  # at temperature 1, always with the same 
 # tokens log-probs that differ by 0.04 on average and by up to 0.7; 8e-6 in float32
 ROUNDING = 64
 NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
-Canary = tuple[dict[str, float], dict[str, Any]]  # metrics, and what the next comparison needs
+Canary = tuple[dict[str, float], dict[str, Any]]  # metrics, and `before` of the next comparison
 # nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
 MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
 # an update counts if it moves log-probs at least as far as FEWEST tokens moved by ROUNDING each
@@ -122,8 +122,8 @@ def check_gap(
 
 @contextmanager
 def noise(policy: Policy) -> Iterator[None]:
-    """Inside, random numbers are added to B of the adapters: mistakes in what a sampler gets then
-    show in its log-probs."""
+    """Inside, random numbers are added to B of the adapters, so that a sampler with other adapters
+    has other log-probs."""
     generator = torch.Generator(policy.device).manual_seed(0)
     weights = {n: w for n, w in policy.model.named_parameters() if "lora_B" in n}
     with borrowed(weights):

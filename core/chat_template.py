@@ -33,14 +33,14 @@ from environments.plumbing.tools import END_OF_THOUGHT, OPENING, Call, call_text
 
 Schema = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool", "raw")
-RAW = "raw"  # the role of a text that is a whole prompt, with what a template would write
+RAW = "raw"  # the role of a text that is a whole prompt, without a chat template
 # The template of a model that has none, so that all prompts are raw: it only ends each answer
 PLAIN = (
     "{% for m in messages %}{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
-COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
+COMPLETION = "\ufdd1"  # takes the place of a completion while the template is rendered
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 QUESTION: Message = {"role": "user", "content": "?"}
@@ -235,10 +235,7 @@ def accepts_system(tokenizer: Tokenizer) -> bool:
 
 
 def render(
-    tokenizer: Tokenizer,
-    chat: list[Message],
-    open_turn: bool = True,
-    tools: Sequence[Schema] = (),
+    tokenizer: Tokenizer, chat: list[Message], open_turn: bool = True, tools: Sequence[Schema] = ()
 ) -> str:
     """The chat as text. With `open_turn` it ends where the assistant begins to write.
 
@@ -312,7 +309,7 @@ def without_tools(
     """The chat in messages that any template and any server accepts: schemas in the system message,
     calls in the text of an answer (`call_text`), and results as messages of the user.
 
-    The results of one answer are one message, with what the user says after them.
+    The results of one answer and the next message of the user are one message.
     """
     if tools:
         lines = []
@@ -336,7 +333,7 @@ def without_tools(
 
 
 def _end_of_turn(tokenizer: Tokenizer) -> str:
-    """What the template writes after an answer."""
+    """The text that the template writes after an answer."""
     return render(tokenizer, [QUESTION, ANSWER], False).rpartition(COMPLETION)[2].strip()
 
 

@@ -1,4 +1,4 @@
-"""An evening on episodes, 1 of 2. What an agent sees: its chat, as messages and as token ids.
+"""An evening on episodes, 1 of 2. The context of an agent: its chat, as messages and as token ids.
 
     messages → prompt ids → completion → the next message → longer prompt ids → ...
 

@@ -54,7 +54,9 @@ def new_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     ends = [*before[:QUIET_UPDATES]]
     if evaluated(records[-1]):
         ends += [end for end in before if evaluated(records[end - 1])][:1]
-    held = {name for end in ends if active for name in active_warnings(records[:end], cfg)}
+    held = set[str]()
+    for end in ends if active else []:
+        held |= active_warnings(records[:end], cfg).keys()
     return {name: message for name, message in active.items() if name not in held}
 
 

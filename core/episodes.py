@@ -118,7 +118,7 @@ class RolloutCollector:
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
         """Plays each task with the environment's own demonstrations.
 
-        With several agents one demonstrates, and the others guess; only its rollout is returned.
+        Of several agents one demonstrates, the rest guess; only the demonstrator's rollout returns.
         `trivial`: with the trivial baseline of an environment for one agent instead.
         """
 
@@ -242,7 +242,7 @@ class RolloutCollector:
                             waits[play] = asks
                             calls += [ask for ask in asks if isinstance(ask, EnvCall)]
                             requests += [ask for ask in asks if isinstance(ask, Request)]
-                    # 2. What they ask for begins
+                    # 2. Their calls and requests begin
                     self.pool.begin(calls)
                     calling += len(calls)
                     alone = alone or any(request.sampler.alone for request in requests)
@@ -300,7 +300,7 @@ class RolloutCollector:
 
 
 def resume(play: Play, answers: list[Outcome]) -> Sequence[Wanted] | None:
-    """Lets an episode continue with its answers; returns what it asks for, None at its end."""
+    """Lets an episode continue with its answers; returns its next requests, None at its end."""
     try:
         for _, error in answers:
             if error is not None:

@@ -2,7 +2,7 @@
 
 import errno
 
-from environments.base import UsageError  # the first of them: exit code 2
+from environments.base import UsageError  # invalid input: exit code 2
 
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()

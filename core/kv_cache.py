@@ -141,7 +141,7 @@ class SharedPrefixCache:
 
     def select(self, rows: Tensor) -> None:
         self.position = self.position[rows]
-        for layer, (k, v) in enumerate(self.row_kv):  # one by one: the old ones are freed
+        for layer, (k, v) in enumerate(self.row_kv):  # frees the old tensors layer by layer
             self.row_kv[layer] = self._copies(k, rows), self._copies(v, rows)
         prompts, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
         if len(prompts) < len(self.row_table):  # some prompt has no row left

@@ -29,10 +29,10 @@ from core.scoring import predict
 
 PROBE_TOKENS = 64  # of the short pass that measures bytes per token
 MIN_BUDGET, CPU_BUDGET, GPU_BUDGET = 1024, 8192, 65536  # tokens; with more it is no faster
-# of free memory; the rest: gradients of activations, fragmentation, vLLM's graphs, other programs
+# fraction of free memory for activations; the rest: gradients, fragmentation, vLLM, other programs
 USABLE = {"cuda": 0.7, "cpu": 0.25}
 RAISES = {"cuda"}  # devices that raise when memory is full; Linux ends a process instead
-# with which weights need less memory; vLLM has no code for nf4
+# flags with which weights need less memory; vLLM has no code for nf4
 SMALLER = "--lora-rank 16, with it --quantize nf4 --sampler torch"
 LOGIT_COPIES = 5  # float32 copies of a chunk of logits that exist at the same time
 
@@ -42,7 +42,8 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
 
     `future_bytes`: of the gradients and the reference. Returns lines to show.
     """
-    kind, lines = policy.device.type, list[str]()
+    kind = policy.device.type
+    lines: list[str] = []
     most = GPU_BUDGET if kind == "cuda" else CPU_BUDGET
     if (free := free_bytes(policy.device)) is not None:
         room = USABLE[kind] * (free - future_bytes - LOGIT_COPIES * 4 * policy.max_logits)
@@ -91,7 +92,7 @@ def probe_peak_memory(
 
 
 def _reduce_memory(policy: Policy, reason: str) -> str:
-    """Makes the next pass smaller. Returns what was too much and what is tried next."""
+    """Makes the next pass smaller. Returns a text: the size that failed, and the next attempt."""
     budget, longest = policy.micro_batch_tokens, policy.max_length
     if budget > longest:
         policy.micro_batch_tokens = max(longest, budget // 2)

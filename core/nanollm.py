@@ -187,7 +187,7 @@ class NanoLLM(Sampler):
         )
 
     def sync(self) -> None:
-        """Copies the LoRA adapters, if any, and drops what the old weights left in the KV cache.
+        """Copies the LoRA adapters, if any, and empties the KV cache of the old weights.
 
         Does nothing outside `with sampler:`, where there is no KV cache, as entering does it.
         """

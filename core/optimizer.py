@@ -170,7 +170,7 @@ class MasterAdamW:
         return norm, stepped
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients beside the weights, which exist only during training."""
+        """Bytes of the gradients, which exist only during training."""
         return sum(p.nbytes for p in self.masters)
 
     def zero_grad(self) -> None:

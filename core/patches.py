@@ -110,7 +110,7 @@ def undecorated(decoder_class: Any) -> Iterator[None]:
 
 
 def unpacked_weights() -> AbstractContextManager[Any]:
-    """Inside, vLLM for CPUs does not pack the weights, which would compute with copies of them.
+    """Inside, vLLM for CPUs does not pack weights into copies, with which it would compute.
 
     It can go once vLLM has an option for that.
     """

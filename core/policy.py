@@ -37,7 +37,7 @@ class Policy:
     checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/memory.py
     trust_remote_code: bool = False  # True: Python code that comes with the model may run
     disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
-    limited_by: str = "--max-model-len"  # what `max_length` comes from
+    limited_by: str = "--max-model-len"  # the setting that `max_length` comes from
     remarks: list[str] = field(default_factory=list)  # lines about this model, shown at the start
 
     @property
@@ -99,7 +99,7 @@ class Policy:
         return max_logits(torch.cuda.get_device_properties(self.device).total_memory)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [n, V] of hidden states [n, D]: what the model itself returns.
+        """Float32 logits [n, V] of hidden states [n, D], equal to those that the model returns.
 
         Calls the model's own forward with `hidden` as the output of its decoder, because some
         families scale or cap the logits there (Granite, Cohere, Gemma).
@@ -124,7 +124,7 @@ class Policy:
 
 
 def max_logits(gpu_bytes: int = 0) -> int:
-    """2^25 logits, 128 MiB; on a GPU that has `gpu_bytes` 1/64 of them, from 128 MiB to 1 GiB.
+    """2^25 logits (128 MiB); on a GPU 1/64 of its `gpu_bytes`, from 128 MiB to 1 GiB.
 
     In full fine-tuning each chunk of logits computes a gradient of the whole output layer, so a
     GPU with the memory for larger chunks is faster with them.

@@ -162,7 +162,7 @@ class PooledEnv:
         return checked_openings(self.game.reset(seed))
 
     def build(self) -> Any:
-        with FIRST[self.spec]:  # the first one alone: it reads data that the others share
+        with FIRST[self.spec]:  # one at first, as it reads data that all share
             if self.spec not in BUILT:
                 env = make(self.spec)
                 BUILT.add(self.spec)

@@ -33,7 +33,7 @@ ELEMENTS = 256  # of each weight that are compared
 NUM_DEMONSTRATIONS = 8
 NUM_JUDGED = 16  # rollouts that are judged again
 NUM_GREEDY = 8  # answers of an evaluation that the trainer scores
-NUM_PROMPTS = 16  # of an update that are compared with what the template writes
+NUM_PROMPTS = 16  # prompts of an update that are compared with the chat template's text
 SAME_REWARD = 1e-6  # difference of two rewards that rounding explains
 
 
@@ -216,7 +216,7 @@ def of_greedy(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def _prompts(cfg: Config, policy: Policy, rollouts: list[Rollout]) -> dict[str, Any]:
-    """Whether first prompts are what the chat template makes of their messages."""
+    """Whether first prompts are those that the chat template makes of their messages."""
     texts = [_texts(cfg, policy, rollout) for rollout in rollouts[:NUM_PROMPTS]]
     pairs = [pair for pair in texts if pair]
     wrong = [(prompt, expected) for prompt, expected in pairs if prompt != expected]

@@ -1,4 +1,4 @@
-"""What the records of a run say, without torch, so that reports start at once.
+"""Reads the records of a run; does not import torch, so that reports start at once.
 
 A missing metric is NaN, and every comparison with NaN is false: hence conditions such as
 `not x < limit`.

@@ -267,9 +267,9 @@ class _Partial:
 
 
 def completion_limit(policy: Policy, request: Request) -> int:
-    """The `max_tokens` of the request, or what its prompt leaves of the context if that is less.
+    """The `max_tokens` of the request, or the rest of the context after its prompt, if smaller.
 
-    Raises UsageError if the prompt leaves nothing.
+    Raises UsageError if the prompt fills the context.
     """
     length, limit = len(request.prompt), policy.max_length
     if length >= limit:

@@ -37,7 +37,7 @@ def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rol
 
 
 def has_failed(rollout: Rollout) -> bool:
-    """Whether the environment failed; a rollout that nobody could judge has no reward either."""
+    """Whether the environment failed; a rollout without a judgement has not failed."""
     return bool(rollout.error) and not rollout.no_reward
 
 

@@ -135,7 +135,7 @@ def read_file(file: Path) -> tuple[dict[str, Any], Config]:
     except SystemExit:  # tyro has said why
         raise UsageError(f"{file}: these settings cannot be read as flags") from None
     follows = config.defaults_for(cfg)
-    if follows.keys() <= settings.keys():  # a file that names only some of these has chosen them
+    if follows.keys() <= settings.keys():  # a file that has only some of them chooses these
         settings = {k: v for k, v in settings.items() if getattr(cfg, k, v) != follows.get(k, ...)}
     preset = cfg.options.presets.get(cfg.options.loss_type, {})
     options = (settings.get(name_of(algo)) or {}).items()

@@ -179,7 +179,7 @@ def difficulty_key(spec: EnvSpec) -> str | None:
 
 
 def is_raw(spec: EnvSpec) -> bool:
-    """Whether the prompts of an environment are taken as they are."""
+    """Whether the prompts of an environment get no chat template."""
     return spec.name == "rewarded" and bool(spec.values["raw"])
 
 

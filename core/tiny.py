@@ -39,7 +39,7 @@ def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None
 
 
 def tiny_tokenizer() -> Any:
-    """The tokenizer of both, which encodes and decodes any text.
+    """The tokenizer of both models, which encodes and decodes any text.
 
     >>> tiny_tokenizer().tokenize('How many r in "cherry"?')
     ['How', 'Ġmany', 'Ġ', 'r', 'Ġin', 'Ġ"', 'c', 'h', 'e', 'r', 'r', 'y', '"?']

@@ -37,7 +37,7 @@ LOAD_FORMAT = "shared"  # the name of our loader in vLLM
 
 
 class View(NamedTuple):
-    """How a tensor lies in the memory of another one: the arguments of `as_strided`."""
+    """The place of a tensor in the memory of another: the arguments of `as_strided`."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""SDPO: learn from what would have been right, also where every reward is 0.
+"""SDPO: learn from right answers, also where every reward is 0.
 
     D_t = KL(π_T(· | x_<t) ‖ π(· | x_<t))        over the whole vocabulary, after each sampled token
     L   = L_GRPO + c Σ_t ρ_t D_t                      SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734
