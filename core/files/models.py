@@ -49,7 +49,7 @@ def base_model(run: Path, model_id: str) -> str:
 
 
 def frozen_settings(cfg: Config) -> Config:
-    """The settings for another model than the policy: no adapters to train, and no 4 bits."""
+    """The settings for a model that is not trained: without adapters, and not quantized."""
     return replace(cfg, lora_rank=0, quantize="none")
 
 

@@ -11,11 +11,11 @@ from core.scoring import score_tokens
 
 
 def score_first(run: Run, batch: Batch) -> None:
-    """Scores the S sampled tokens before the first gradient step, where something needs it.
+    """Scores the S sampled tokens before the first gradient step, if the update needs it.
 
-    The policy's log-probs become `old_logprobs` (π_old) and the values of its value head become
-    `old_values`. An update of several steps needs them, and so do advantages that are computed from
-    them, such as PPO's. The reference's log-probs become `ref_logprobs` (π_ref).
+    The policy's log-probs become `old_logprobs` (π_old), and the values of its value head become
+    `old_values`: an update of several steps needs them, and so do advantages that are computed from
+    them, such as PPO's. The reference's log-probs become `ref_logprobs` (π_ref) for --kl-coef.
     """
     if run.scores_first:
         scores = score_tokens(run.policy, batch, run.cfg.temperature)  # logprobs, values: [S]
@@ -31,7 +31,7 @@ def regularizers(run: Run, tokens: Tokens) -> Tensor:
         -entropy_coef Σ w ρ entropy + kl_coef Σ w weighted_kl
 
     w is the token weight times the importance weight; ρ = π / π_old, the policy ratio, is a factor
-    of `weighted_kl`, too. These terms are not clipped, as the policy loss is.
+    of `weighted_kl`, too. Unlike the policy loss, these terms are not clipped.
     """
     cfg = run.cfg
     total = torch.zeros((), device=run.policy.device)

@@ -41,9 +41,9 @@ def play(run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
 
 
 def collect(run: Run, update: int, compared: Canary | None = None) -> Collected:
-    """Samples G rollouts for each of P tasks. First it checks that sampler and policy have the same
-    weights; `compared` is the result if the caller has done so. Raises Stopped after Ctrl-C. It
-    changes nothing in `run`, so --overlap may call it in a thread.
+    """Samples G rollouts for each of P tasks. Before that, compares the weights of the sampler with
+    the policy's; `compared`: the result, if the caller has done so. Raises Stopped after Ctrl-C.
+    Changes nothing in `run`, so --overlap may call this in a thread.
 
     Not trained on: rollouts whose environment failed and, with --filter-groups n, tasks whose
     rollouts all earned the same; up to n more rounds draw other tasks.

@@ -48,7 +48,7 @@ def sample(model, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor,
     token instead. Returns ids [B, N], and a mask [B, N] of 0 and 1 that says which ids belong to
     the answer: all up to its first END, and this END."""
     answers, cache = [], DynamicCache(config=model.config)
-    new_ids = ids  # the model reads them next; the cache has those before them
+    new_ids = ids  # the model reads these next; the cache stores all that it has read before
     finished = torch.zeros(len(ids), dtype=torch.bool)
     while len(answers) < MAX_TOKENS and not finished.all():
         logits = model(new_ids, attention, None, cache).logits[:, -1] / TEMPERATURE  # [B, V]
