@@ -8,23 +8,23 @@ A task is an environment and a seed. A rollout is one agent's episode of a task:
 each a prompt and the completion that the policy (the model in training) sampled; its return R is
 the sum of the rewards of its turns. The G rollouts of a task are a group; in a game with several
 agents, each agent has a group of its own. An update samples G = 8 rollouts of each of P = 16 tasks,
-and makes the tokens of rollouts that earned more than their group likelier:
+and raises the probability of the tokens of those that earned more than their group:
 
     R      the return of each rollout
     A      (R - mean of its group) / (std of its group), for each token that was sampled in it
     ρ      π / π_old, for each token: its probability now and before the first step of the update
     w      π_old / π_sampler: the importance weight, as the sampler's kernels round differently
     loss   -Σ w min(ρ A, clip(ρ) A) / number of tokens
-    step   AdamW with a learning rate of 5e-5, along the gradient, clipped to norm 1
+    step   AdamW on the gradient, clipped to norm 1, with a learning rate of 5e-5
 
 This is GRPO (with DAPO's numbers: clip(ρ) is within 0.8 and 1.28, and all tokens count alike), one
 step per update. So ρ is exactly 1, its clip does nothing, and the gradient of the loss is
--Σ w A ∇log π / number: REINFORCE, with the mean of the group as the baseline and the group's
-standard deviation as the unit. A group whose returns are equal has A = 0, and its tokens still
-count in the number. In the 25 updates of the default run, w is between 1 - 1e-5 and 1 + 1e-5, and
-the norm of the gradient is above 1 in one update.
+-Σ w A ∇log π / number of tokens: REINFORCE, with the mean of the group as the baseline and the
+group's standard deviation as the unit. A group whose returns are equal has A = 0, and its tokens
+still count in the denominator. In the 25 updates of the default run, w is between 1 - 1e-5 and
+1 + 1e-5, and the norm of the gradient is above 1 in one update.
 
-A line that does nothing by default ends in `off:` and the flags that switch it on.
+`off:` names the flags for which a line is there: by default it does nothing.
 
 Shapes: the sampled tokens of an update are numbered, 0 to S-1, rollout after rollout. A vector
 [S], such as `batch.advantages`, has a value for each of them, and none for prompts and padding.
@@ -32,7 +32,6 @@ A forward pass works on a micro-batch, which fits into memory: sequences with pr
 of the tokens were sampled. The loss reads vectors [n], such as `tokens.logprobs`.
 """
 
-import gc
 import math
 import sys
 from functools import partial
@@ -70,16 +69,16 @@ def main(cfg: Config) -> int:
         cfg, policy, optimizer, algorithm = run.cfg, run.policy, run.optimizer, run.algorithm
         for update, stats in run.updates():  # evaluates before update 1; yields 1, 2, ..
             # 1. Sample G rollouts for each of P tasks; the environment rewards each turn
-            sampled, trained = play(run, update)  # all, and those whose environment did not fail
-            batch = to_tokens(trained)  # their S sampled tokens
+            sampled, selected = play(run, update)  # all; those whose environment did not fail
+            batch = to_tokens(selected)  # their S sampled tokens
             score_first(run, batch)  # off: π_old before several steps; values; --kl-coef
 
             # 2. Compare them: rewards to advantages [S], and what else compute_loss needs
-            shape_rewards(cfg, batch)  # off: --gamma, --mask-truncated-completions
+            shape_rewards(cfg, batch)  # the rewards of turns, with --gamma (1)
             add_advantages(batch, algorithm.compute_advantages(batch, cfg.options))
 
-            # 3. A gradient step on all of them; off: several, --num-epochs times --num-minibatches
-            for epoch, rollouts in minibatches(cfg, len(trained), update):
+            # 3. A gradient step on all of them: --num-epochs (1) times --num-minibatches (1)
+            for epoch, rollouts in minibatches(cfg, len(selected), update):
                 # the loss of a step is a sum over tokens, weighted by default by 1 / their number,
                 # so the gradients of its micro-batches add up to the gradient of the step
                 batch.token_weights = token_weights(
@@ -107,8 +106,8 @@ def main(cfg: Config) -> int:
                 )
                 stats.num_steps += stepped
 
-            # 4. The sampler has the new weights, as it shares them. Evaluation, log, checkpoint
-            run.sync()  # off: copies what a sampler does not share, such as --sampler server
+            # 4. The sampler shares the weights, so it has the new ones. Evaluation, log, checkpoint
+            run.sync()  # off: --sampler server, which is sent the new adapters
             run.finish_update(update, sampled, batch, stats)
         return 0
 
@@ -138,6 +137,4 @@ run = partial(notebook.run, main)  # in a notebook: train.run(Config(num_updates
 execute = partial(cli.execute, main)  # what `python train.py ARGS` does; returns the exit code
 
 if __name__ == "__main__":
-    if "triton" not in sys.modules:  # triton 3.9 prints 25 lines about objects left over
-        gc.freeze()  # the garbage collector skips imported objects: saves 1 s at the exit
     sys.exit(execute(sys.argv[1:]))

@@ -31,13 +31,13 @@ def play(run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
     with older_weights(run):  # off: --staleness
         collected = run.ahead.pop().result() if run.ahead else collect(run, update)
     run.sampled_at = perf_counter()
-    sampled, trained, run.canary = collected
+    sampled, selected, run.canary = collected
     if run.cfg.overlap and update < run.cfg.num_updates:
         run.info.updates_done = update  # when the next one begins
         # before the thread starts, as policy and server differ once this update takes a step
         next_canary = canary.compare(run.policy, run.sampler, run.canary[1])
         run.ahead.append(in_thread(lambda: collect(run, update + 1, next_canary)))
-    return sampled, trained
+    return sampled, selected
 
 
 def collect(run: Run, update: int, compared: Canary | None = None) -> Collected:
@@ -51,16 +51,17 @@ def collect(run: Run, update: int, compared: Canary | None = None) -> Collected:
     cfg, check = run.cfg, run.interrupt.check_alone
     envs = tasks.training_envs(cfg, run.progress["level"])
     sampled: list[Rollout] = []
-    trained: list[Rollout] = []
+    selected: list[Rollout] = []
     canary_result: Canary = compared or ({}, {})
     for attempt in range(1 + cfg.filter_groups):
-        missing = cfg.num_prompts - len(selection.by_task(trained))
+        missing = cfg.num_prompts - len(selection.by_task(selected))
         if missing == 0:
             break
         # G copies of each task: the same environment and seed
         copies = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = params_of(cfg, seed)
+        # `with run.sampler` copies LoRA adapters to vLLM, where it samples
         with run.display.phase("rollouts", cfg.max_tokens, check=check) as advance, run.sampler:
             if attempt == 0 and compared is None:
                 before = run.progress.get("canary", {})
@@ -74,10 +75,10 @@ def collect(run: Run, update: int, compared: Canary | None = None) -> Collected:
             selection.check_feedback(cfg, usable)
         if update == 1 and attempt == 0:
             canary_result[0].update(probes.judged_again(cfg, run.collector, usable))
-        trained += selection.with_spread(cfg, usable) if cfg.filter_groups else usable
-    if not trained:
+        selected += selection.with_spread(cfg, usable) if cfg.filter_groups else usable
+    if not selected:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")
-    return sampled, trained, canary_result
+    return sampled, selected, canary_result
 
 
 @contextmanager

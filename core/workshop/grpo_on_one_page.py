@@ -4,8 +4,8 @@
 
 The model was pretrained on two ways to answer a question such as `How many r in "parrot"?`: guess,
 which is right once in four, or spell the word and count, which is right nearly always. An update
-makes the tokens of answers that earned more than others to the same question likelier. A right
-guess may still become less likely: it shares its first token, <answer>, with the wrong ones.
+raises the probability of the tokens of answers that earned more than others to the same question.
+That of a right guess may still fall, as its first token, <answer>, begins the wrong guesses, too.
 
 Shapes: P questions, G answers to each, B = P · G rows of T tokens, the last N for the answer; V
 tokens in the vocabulary. train.py has the same formulas, by default with one step per update, so
@@ -51,6 +51,7 @@ def sample(model, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor,
     new_ids = ids  # the model reads these next; the cache stores all that it has read before
     finished = torch.zeros(len(ids), dtype=torch.bool)
     while len(answers) < MAX_TOKENS and not finished.all():
+        # the fourth argument is the cache, whose name depends on the version of transformers
         logits = model(new_ids, attention, None, cache).logits[:, -1] / TEMPERATURE  # [B, V]
         probs = logits.softmax(-1)
         new_ids = probs.argmax(-1, keepdim=True) if greedy else probs.multinomial(1)  # [B, 1]
@@ -59,7 +60,7 @@ def sample(model, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor,
         finished |= new_ids[:, 0] == END
     tokens = torch.cat(answers, dim=1)
     ends = (tokens == END).long()
-    return tokens, (ends.cumsum(1) - ends == 0).long()
+    return tokens, (ends.cumsum(1) - ends == 0).long()  # no END before this token
 
 
 def token_logprobs(model, ids: Tensor, attention: Tensor, n: int) -> Tensor:
