@@ -81,7 +81,7 @@ def test_a_fault_is_refused_and_a_repair_in_other_words_is_named(capsys, seed):
 def test_mistakes_are_said_in_a_line(capsys):
     for text, arguments, message in (
         (None, ["--check"], "there is no"),
-        ("x = 1", [], "rename it"),
+        ("x = 1", [], "rename or delete it"),
         ("x = 1", ["--check"], "the drill's number"),
         ('"""Drill 1:"""\nx = ', ["--check"], "SyntaxError"),
     ):

@@ -47,11 +47,10 @@ def sample(model, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor,
     """Samples an answer of at most MAX_TOKENS tokens to each prompt; `greedy` takes the likeliest
     token instead. Returns ids [B, N], and a mask [B, N] of 0 and 1 that says which ids belong to
     the answer: all up to its first END, and this END."""
-    answers, cache = [], DynamicCache(config=model.config)
+    answers, cache = [], DynamicCache(config=model.config)  # the model's fourth argument
     new_ids = ids  # the model reads these next; the cache stores all that it has read before
     finished = torch.zeros(len(ids), dtype=torch.bool)
     while len(answers) < MAX_TOKENS and not finished.all():
-        # the fourth argument is the cache, whose name depends on the version of transformers
         logits = model(new_ids, attention, None, cache).logits[:, -1] / TEMPERATURE  # [B, V]
         probs = logits.softmax(-1)
         new_ids = probs.argmax(-1, keepdim=True) if greedy else probs.multinomial(1)  # [B, 1]
@@ -60,7 +59,7 @@ def sample(model, ids: Tensor, attention: Tensor, greedy: bool) -> tuple[Tensor,
         finished |= new_ids[:, 0] == END
     tokens = torch.cat(answers, dim=1)
     ends = (tokens == END).long()
-    return tokens, (ends.cumsum(1) - ends == 0).long()  # no END before this token
+    return tokens, (ends.cumsum(1) - ends == 0).long()
 
 
 def token_logprobs(model, ids: Tensor, attention: Tensor, n: int) -> Tensor:
