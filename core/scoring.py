@@ -28,9 +28,17 @@ def predict(
     """
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)  # [U, D]
     compare = divergence and feedback.teacher(divergence, policy, micro, temperature)
-    tokens = hidden, micro.predictors, micro.targets
-    options = policy.logits_chunk, micro.kept_ids, entropy_grad, compare
-    vectors = token_logprobs(*tokens, policy.to_logits, temperature, *options)
+    vectors = token_logprobs(
+        hidden,
+        micro.predictors,
+        micro.targets,
+        policy.to_logits,
+        temperature,
+        policy.logits_chunk,
+        micro.kept_ids,
+        entropy_grad,
+        compare,
+    )
     outputs = dict(zip(("logprobs", "entropy", "varentropy", "divergence"), vectors, strict=False))
     if policy.value_head is not None:
         values = policy.value_head(hidden.float()).squeeze(-1)  # [U]

@@ -185,11 +185,11 @@ class Rewarded(Env):
             steps = [NoReward()] * len(batch)
             for row in {id(env.row): env.row for env in batch}.values():
                 indices = [i for i, env in enumerate(batch) if env.row is row]
-                envs = [batch[i] for i in indices]
+                row_envs = [batch[i] for i in indices]
                 try:
-                    row_steps = _judge(envs, [responses[i] for i in indices], row)
+                    row_steps = _judge(row_envs, [responses[i] for i in indices], row)
                 except Exception as error:
-                    row_steps = [error] * len(envs)
+                    row_steps = [error] * len(row_envs)
                 for i, step in zip(indices, row_steps, strict=True):
                     steps[i] = step
         if len(steps) > 1 and all(isinstance(step, NoReward) for step in steps):

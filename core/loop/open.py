@@ -92,9 +92,22 @@ def _open(
         lines.append(f"report: {folder / 'report.html'}  (there before update 1; reload it)")
         for line in filter(None, lines):
             display.say(line)
-        training = cfg, info, algorithm, policy, optimizer, collector, sampler
-        outputs = folder, log, display, interrupt, progress
-        run = Run(*training, *outputs, older=older, reference=teacher)
+        run = Run(
+            cfg,
+            info,
+            algorithm,
+            policy,
+            optimizer,
+            collector,
+            sampler,
+            folder,
+            log,
+            display,
+            interrupt,
+            progress,
+            older,
+            reference=teacher,
+        )
         if opponents:
             run.save_copy = opponents.save_copy
         yield run

@@ -136,7 +136,7 @@ def _curves(records: list[Record]) -> dict[str, list[list[Any]]]:
         for name, value in record.items():
             if name not in ("update", "sft_step") and (number := _number(value)) is not None:
                 points.setdefault(name, []).append((step, number))
-    curves = {}
+    curves: dict[str, list[list[Any]]] = {}
     for name, curve in points.items():
         stride = math.ceil(len(curve) / CURVE_POINTS)
         fewer = [*curve[:-1:stride], curve[-1]]

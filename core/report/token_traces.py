@@ -136,7 +136,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
     A character that spans several tokens appears at the token that completes it. Bytes that are not
     valid UTF-8 appear as \ufffd.
     """
-    texts = []
+    texts: list[str] = []
     pending: list[int] = []  # tokens whose last character is not complete yet
     for id_ in ids:
         text = str(tokenizer.decode([*pending, id_]))

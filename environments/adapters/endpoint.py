@@ -384,7 +384,7 @@ def response_events(answer: Json) -> Iterator[tuple[str, Json]]:
         if item["type"] == "message":
             [part] = item["content"]
             event, text = "output_text.delta", part["text"]
-            empty = {"content": [part | {"text": ""}]}
+            empty: dict[str, Any] = {"content": [part | {"text": ""}]}
         else:
             event, text = "function_call_arguments.delta", item["arguments"]
             empty = {"arguments": ""}

@@ -182,11 +182,15 @@ def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> list[bool | N
     return [step.info.get("correct", missing) for step in last_steps.values()]
 
 
+def _always(text: str) -> Callable[[str, int], str]:
+    return lambda agent, turn: text
+
+
 def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
     """Answers with each text three times, so that it also meets the last retry."""
     for seed, text in enumerate(ODD_TEXTS):
         try:
-            _play(report, env, seed, lambda agent, turn, text=text: text, max_turns=3)
+            _play(report, env, seed, _always(text), max_turns=3)
         except (Exception, SystemExit) as error:
             response = f"response {text[:30]!a} of {len(text)} characters"
             raise UsageError(f"{response}: {_message_of(error)}") from error

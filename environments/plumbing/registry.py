@@ -162,12 +162,15 @@ class EnvSpec:
             new = change(file[1], key) + file[2]
             return f'"{new}"' if key and re.search(r"[\s,'\[\]{}]", new) else new
 
+        def in_words(text: str, key: str) -> str:
+            return WORD.sub(lambda word: in_word(word[0], key), text)
+
         options = dict(self.options)
         for key, text in options.items():
             if key in ("data", "opponent"):
                 options[key] = change(unquoted(text), key)
             elif key != "command":
-                options[key] = WORD.sub(lambda word, key=key: in_word(word[0], key), text)
+                options[key] = in_words(text, key)
         return EnvSpec(in_word(self.name, ""), options)
 
     def checksum(self) -> int:
