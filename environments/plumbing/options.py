@@ -1,7 +1,7 @@
 """The options of an environment as text: `size=4,sizes=[3, 4],start="Washington, D.C."`.
 
 A value has the type of its option, by the option's annotation or else its default. Lists and dicts
-are written as in YAML, so as in JSON too; several words, such as `a 'b c'`, are a list of texts.
+are written as in YAML, so as in JSON too; words, such as `a 'b c'` or `a, b`, are a list of texts.
 Where any type is allowed, JSON such as true or 0.5 is read as JSON, and anything else is a text.
 """
 
@@ -44,14 +44,15 @@ def key_value_pairs(text: str, subject: str) -> dict[str, str]:
     return pairs
 
 
-def split_words(text: str) -> list[str]:
-    """As shlex.split, but a backslash stands for itself. Raises ValueError for an open quote.
+def split_words(text: str, separators: str = "") -> list[str]:
+    """As shlex.split, but a backslash is itself. Raises ValueError for an open quote.
 
     >>> split_words(r"C:\\me\\rewards.py:accuracy 'my rewards.py:brief'")
     ['C:\\\\me\\\\rewards.py:accuracy', 'my rewards.py:brief']
     """
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
+    lexer.whitespace += separators
     return list(lexer)
 
 
@@ -110,7 +111,7 @@ def _cast(text: Any, annotation: Any) -> Any:
         return {_cast(key, keys): _cast(value, values) for key, value in _parts(text).items()}
     if isinstance(origin, type) and issubclass(origin, Iterable) and origin is not str:
         is_words = isinstance(text, str) and text[:1] != "["
-        items = split_words(text) if is_words else _parts(text)
+        items = split_words(text, ",") if is_words else _parts(text)
         types = [args[0] if args else Any] * len(items)
         if origin is tuple and args[1:] and args[1] is not Ellipsis:
             types = [*args]
