@@ -304,8 +304,8 @@ def test_local_files_of_other_kinds_are_rows_too(datasets):
         assert found == [row | {"n": str(row["n"])} if of_text else row for row in expected]
         assert [row.place for row in found] == [f"{file}:{int(row['n']) + 1}" for row in found]
     assert make(spec_of("two", "splits", split="test")).train == ROWS[:1]
-    for file in ("splits", "a.json", "a.jsonl", "a.csv", "a.parquet"):
-        with pytest.raises(UsageError, match="has no split 'dev'"):
+    for file in ("splits", "a.json", "a.jsonl", "a.csv", "a.parquet", "./none"):
+        with pytest.raises(UsageError, match=r"has no split 'dev'|no file or folder"):
             make(spec_of("two", file, split="dev"))
 
 

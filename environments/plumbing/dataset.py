@@ -46,7 +46,10 @@ def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
     wrote. Raises UsageError if that folder has no such split."""
     datasets = import_library("datasets")
     if not any(os.path.exists(os.path.join(path, name)) for name in ("state.json", SPLITS)):
-        return _as_stored(datasets.load_dataset(path, configuration, split=split))
+        try:
+            return _as_stored(datasets.load_dataset(path, configuration, split=split))
+        except (ConnectionError, FileNotFoundError) as error:
+            raise UsageError(f"no file or folder {path} with data is here; {error}") from error
     rows = datasets.load_from_disk(path)
     if isinstance(rows, dict):
         if split not in rows:
