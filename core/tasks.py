@@ -51,7 +51,7 @@ def begin(cfg: Config) -> RunInfo:
     Raises UsageError for unknown environments, and for settings that do not suit these.
     """
     train_envs, eval_envs = ([*map(str, envs)] for envs in (cfg.env, cfg.eval_env or cfg.env))
-    info = RunInfo(train_envs, eval_envs, cfg.num_updates)
+    info = RunInfo(train_envs, eval_envs, cfg.num_updates, cfg.num_prompts / len(train_envs))
     begin_run(info)
     for name in ("train_difficulty", "curriculum"):
         if getattr(cfg, name) and not any(map(difficulty_key, cfg.env)):

@@ -149,9 +149,10 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
         if len(message["content"]) > MAX_MESSAGE:
             raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
     try:
-        info = json.loads(json.dumps(dict(step.info), default=_to_list, allow_nan=False))
-    except (TypeError, ValueError) as error:  # NaN, or contains itself
-        raise ValueError(f"the info of {agent} is not JSON: {error}") from None
+        text = json.dumps(dict(step.info), default=lambda value: value.tolist(), allow_nan=False)
+        info = json.loads(text)
+    except (AttributeError, TypeError, ValueError) as error:  # NaN, or contains itself
+        raise ValueError(f"the info of {agent} is not JSON: {error}; {step.info!r:.200}") from None
     if "correct" in info:
         info["correct"] = _flag(agent, 'info["correct"]', info["correct"])
     return replace(step, reward=float(reward), info=info, **flags)
@@ -173,12 +174,6 @@ def _flag(agent: str, name: str, value: Any) -> bool:
     raise TypeError(f"{name} of {agent} is {value!r:.50}, not True or False")
 
 
-def _to_list(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"it has a {type(value).__name__}")
-
-
 class Response(str):
     """A response of the policy. `token_ids`: the ids of its context after the opening messages,
     with the end of the turn. Of an environment with tools also `earlier`: the messages since the
@@ -198,6 +193,7 @@ class RunInfo:
     train_envs: Sequence[str]  # the specs of --env
     eval_envs: Sequence[str]  # the specs of --eval-env
     num_updates: int = 0  # of the whole run; 0: none, or as many as --max-sampled-tokens allows
+    num_prompts: float = 0  # of each environment of `train_envs`, in an update
     updates_done: int = 0  # grows while the run goes on
 
 

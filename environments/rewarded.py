@@ -15,7 +15,8 @@ All completions that a rank samples at the same time are a batch, for which each
 once; groups lie side by side. A function gets the arguments that it names. Lists with an entry for
 each completion: `prompts`, `completions` (messages, where prompts are), `completion_ids` and the
 columns (None where a row has no value). `trainer_state`: `global_step` of `max_steps` updates are
-complete. `log_extra(column, values)` adds a value to the info of each completion, and
+complete, after `epoch` times as many prompts as there are rows; `is_world_process_zero`: on rank 0.
+`log_extra(column, values)` adds a value to the info of each completion, and
 `log_metric(name, value)` the mean of its values to the info of all. A function returns a list with
 a number for each completion, or None or NaN where it does not apply. `async` functions are awaited
 together; if all are `async`, --env-timeout limits their call. After an exception all functions are
@@ -80,6 +81,7 @@ RUN = RunInfo((), ())  # the run of this process; before a run begins all data i
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
 OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, and name made"
+OF_STATE = "; trainer_state has global_step, max_steps, epoch and is_world_process_zero"
 
 
 class Rewarded(Env):
@@ -368,10 +370,6 @@ def _judge(
     first = batch[0]
     extras: dict[str, list[Any]] = defaultdict(list)  # by log_extra: column -> values
     metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric: name -> values
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        extras[column].extend(values)
-
     prompts = [env.opening for env in batch]
     per_completion: dict[str, list[Any]] = {
         **{key: [env.row.get(key) for env in batch] for key in first.columns},
@@ -381,9 +379,12 @@ def _judge(
     }
     if first.prompt != "prompt":  # a function may also name the data's column
         per_completion[first.prompt] = prompts
+    state = SimpleNamespace(global_step=RUN.updates_done, max_steps=RUN.num_updates)
+    state.epoch = RUN.updates_done * RUN.num_prompts / len(first.train)
+    state.is_world_process_zero = os.environ.get("RANK", "0") == "0"
     shared: dict[str, Any] = {
-        "trainer_state": SimpleNamespace(global_step=RUN.updates_done, max_steps=RUN.num_updates),
-        "log_extra": log_extra,
+        "trainer_state": state,
+        "log_extra": lambda column, values: extras[column].extend(values),
         "log_metric": lambda name, value: metrics[name].append(float(value)),
     }
     if first.world is not None:
@@ -406,7 +407,13 @@ def _judge(
         for info, entry in zip(logged, entries, strict=False):
             info[column] = entry
     means = {name: statistics.fmean(samples) for name, samples in metrics.items()}
-    return [batch[i].to_step(values[i], means | logged[i]) for i in range(len(batch))]
+    as_json = (json.dumps(means | extra, default=_plain) for extra in logged)
+    infos = [json.loads(text, parse_constant=str) for text in as_json]  # NaN is a text
+    return [batch[i].to_step(values[i], infos[i]) for i in range(len(batch))]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def _arguments(
@@ -449,7 +456,9 @@ def _named(name: str, row: PlacedRow | None) -> Iterator[None]:
     except EnvFailure as error:
         raise EnvFailure(f"{name}: {error}") from error
     except Exception as error:
-        hint = OF_TEXTS if "string indices" in str(error) else ""
+        columns = f"; columns: {', '.join(row or [])}"
+        hints = {"string indices": OF_TEXTS, "SimpleNamespace": OF_STATE, " required ": columns}
+        hint = next((hints[part] for part in hints if part in str(error)), "")
         place = f" ({row.place})" if row else ""
         text = f"{name}: {type(error).__name__}: {error!s:.200}{hint}{place}"
         raise RuntimeError(text) from error

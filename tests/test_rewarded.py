@@ -56,13 +56,14 @@ async def meets(completions, **columns):
         await asyncio.sleep(0.001)
     return [1.0 for _ in completions]
 def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
-    calls.append((completions, completion_ids, trainer_state.global_step, trainer_state.max_steps))
+    calls.append((completions, completion_ids, vars(trainer_state)))
     for c in completions:
         log_extra("letter", [c[0]["content"].upper()])
+        log_metric("share", ord(c[0]["content"]) - 97)
     log_extra("scores", torch.ones(len(completions), 2).numpy())
     log_extra(column="correct", values=["no"] * len(completions))
-    for c in completions:
-        log_metric("share", ord(c[0]["content"]) - 97)
+    log_extra("odd", [[float("nan"), {0}]] * len(completions))
+    log_metric("none", float("inf"))
     log_metric(name="seen", value=torch.tensor(len(calls)))
     return [1.0 for _ in completions]
 def two(**columns):
@@ -422,16 +423,18 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
 
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
     """A completion is what was sampled, without the beginning that the prompt gives."""
-    rewarded.begin_run(RunInfo((), (), 7, 3))
+    rewarded.begin_run(RunInfo((), (), 7, 0.5, 3))
     begun = {"role": "assistant", "content": "<think>One"}
     write("begun.jsonl", [{"prompt": [USER, begun]}])
     rollouts, module = play(policy, spec_of("trl array", "begun.jsonl"))
     said = [[{"role": "assistant", "content": text}] for text in "abc"]
     sampled = [r.turns[0].completion_ids for r in rollouts]
-    assert module["calls"] == [(said, sampled, 3, 7)] and all(sampled)
+    state = {"global_step": 3, "max_steps": 7, "epoch": 1.5, "is_world_process_zero": True}
+    assert module["calls"] == [(said, sampled, state)] and all(sampled)
     assert [r.info for r in rollouts] == [
-        {"row": "begun.jsonl:1", "share": 1.0, "seen": 1.0, "letter": letter, "scores": [1.0, 1.0],
-         "correct": True, "reward_trl": 1.0, "reward_array": float(n)}
+        {"row": "begun.jsonl:1", "share": 1.0, "none": "Infinity", "seen": 1.0, "letter": letter,
+         "odd": ["NaN", "{0}"], "scores": [1.0, 1.0], "correct": True, "reward_trl": 1.0,
+         "reward_array": float(n)}
         for n, letter in enumerate("ABC")
     ]  # fmt: skip
     assert [r.messages[-1]["content"] for r in rollouts] == [f"<think>One{text}" for text in "abc"]
