@@ -120,10 +120,11 @@ class Rewarded(Env):
             self.add(word.rpartition(":")[2], function, weight)
         self.world = import_attribute(environment)() if environment else None
         methods = dict(inspect.getmembers(type(self.world), inspect.isfunction))  # of None: none
-        if methods.pop("get_reward", None):
-            self.add(type(self.world).__name__, _get_rewards, 1.0)
+        if get_reward := methods.pop("get_reward", None):
+            is_async = inspect.iscoroutinefunction(get_reward)
+            self.add(type(self.world).__name__, _await_rewards if is_async else _get_rewards, 1.0)
         if not data or not self.functions:
-            raise UsageError("set data=FILE.jsonl and reward=FILE.py:function")
+            raise UsageError("set data=FILE.jsonl and reward=FILE.py:function, or Python's objects")
         names = [name for name, *_ in self.functions]
         by_word = dict(zip(reward, names, strict=False))
         self.correct = by_word.get(correct, correct.rpartition(":")[2])
@@ -161,6 +162,8 @@ class Rewarded(Env):
         if self.world is not None:
             row = copy.deepcopy(dict.fromkeys(self.columns) | self.row)
             end = self.world.reset(**row) or ""
+            if not isinstance(end, str):
+                raise EnvFailure(f"reset of environment= returned {end!r:.50}, not a text")
             if isinstance(self.opening, str):
                 self.opening += end
             else:
@@ -352,6 +355,10 @@ def _as_json(value: Any) -> str:
 
 def _get_rewards(environments: list[Any]) -> list[Any]:
     return [environment.get_reward() for environment in environments]
+
+
+async def _await_rewards(environments: list[Any]) -> list[Any]:
+    return await asyncio.gather(*_get_rewards(environments))
 
 
 def _completion(prompt: str | list[Message], response: str) -> Any:

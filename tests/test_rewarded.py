@@ -460,23 +460,26 @@ class Odd(Counter):
         return 0
     def _hidden(self):
         pass
+class Later(Odd):
+    async def get_reward(self):
+        return float(self.count)
 def used(prompts, completions, completion_ids, **columns):
     calls.append((completions[0], completion_ids[0]))
     assert prompts[0][-1]["content"].endswith(f" To {columns['goal'][0]}, please.")
     return few_calls(completions)
 """
 COUNTING = ("rewarded:data=goals.jsonl,reward=counter.py:reached counter.py:used,"
-            "tools=counter.py:multiply,environment=counter.py:Odd")  # fmt: skip
+            "tools=counter.py:multiply,environment=counter.py:")  # fmt: skip
 TWO_CALLS = f"<think>So</think>\n\nNow {call_text('add', by='2')}{call_text('multiply', a=2, b=3)}"
 
 
-@pytest.mark.parametrize(("texts", "max_turns", "num_calls", "total"), [
-    (["<think>1</think>\n\nDone. "], 3, 3, 1.7),
-    ([call_text("add", by=4)], 3, 3, 1.7),  # is not run, as no answer may follow
-    ([call_text("add", by=4)], 9, 4, 4.7),  # its result does not fit into the context
+@pytest.mark.parametrize(("world", "texts", "max_turns", "num_calls", "total"), [
+    ("Odd", ["<think>1</think>\n\nDone. "], 3, 3, 1.7),
+    ("Later", [call_text("add", by=4)], 3, 3, 1.7),  # is not run, as no answer may follow
+    ("Odd", [call_text("add", by=4)], 9, 4, 4.7),  # its result does not fit into the context
 ])  # fmt: skip
 def test_functions_get_what_trl_gives_them_of_an_episode_with_tools(
-    policy, texts, max_turns, num_calls, total
+    policy, world, texts, max_turns, num_calls, total
 ):
     """As seen in TRL 1.16. The functions are those of the README, and others; the rows have no
     prompt, which `reset` gives."""
@@ -486,7 +489,7 @@ def test_functions_get_what_trl_gives_them_of_an_episode_with_tools(
     for _ in range(1 + (max_turns == 9)):
         collector = RolloutCollector(policy, max_turns if policy.max_length < 1 << 20 else 3)
         answers = Scripted(policy, TWO_CALLS, call_text("add", by=-1), *texts)
-        [rollout] = collector.collect([Task(COUNTING, 5, 0)], answers, SamplingParams(4))
+        [rollout] = collector.collect([Task(COUNTING + world, 5, 0)], answers, SamplingParams(4))
         policy.max_length = len(rollout.turns[-1].prompt_ids) + 5
     assert not rollout.error and rollout.for_log["tools"] == ["multiply", "add"]
     assert rollout.messages[0]["content"] == " To 1, please."
@@ -494,7 +497,7 @@ def test_functions_get_what_trl_gives_them_of_an_episode_with_tools(
     assert rollout.info["tool_calls"] == num_calls
     assert rollout.episode_truncated is ("Done" not in texts[0])
     first, last = rollout.turns[0], rollout.turns[-1]
-    completion, ids = globals_of(COUNTING)["calls"][-1]
+    completion, ids = globals_of(COUNTING + world)["calls"][-1]
     assert ids == (last.prompt_ids + last.completion_ids)[len(first.prompt_ids) :]
     called, result, product, *_, end = completion
     assert [m["role"] for m in completion] == "assistant tool tool assistant tool assistant".split()
