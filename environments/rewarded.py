@@ -20,8 +20,8 @@ complete, after `epoch` times as many prompts as there are rows; `is_world_proce
 `log_metric(name, value)` the mean of its values to the info of all. A function returns a list with
 a number for each completion, or None or NaN where it does not apply. `async` functions are awaited
 together; if all are `async`, --env-timeout limits their call. After an exception all functions are
-called again for each row by itself, and only rows that fail again lose their episodes. EnvFailure,
-another return value, or None from all functions for all completions fails the whole batch.
+called again for each row by itself, and only rows that fail again lose their episodes. EnvFailure
+or another return value fails the whole batch; in an evaluation None for all completions does, too.
 
 Reward: the sum of weight times value over the functions that apply. A completion to which none
 applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
@@ -197,7 +197,7 @@ class Rewarded(Env):
                     row_steps = [error] * len(row_envs)
                 for i, step in zip(indices, row_steps, strict=True):
                     steps[i] = step
-        if len(steps) > 1 and all(isinstance(step, NoReward) for step in steps):
+        if len(steps) > 1 and batch[0].is_evaluation and {*map(type, steps)} == {NoReward}:
             names = ", ".join(name for name, *_ in batch[0].functions)
             raise EnvFailure(f"{names} returned None for all completions")
         return steps

@@ -36,8 +36,6 @@ async def brief(prompts, completions, **columns):
     return [1 - len(text) / 10 for text in completions]
 def sometimes(completions, **columns):
     return [None if "x" in text else 0.5 for text in completions]
-def nans(completions):
-    return [float("nan") if "x" in text else 0.5 for text in completions]
 def times(completions, factor, **columns):
     return [factor] * len(completions)
 halved = functools.partial(times, factor=0.5)
@@ -68,6 +66,8 @@ def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
     return [1.0 for _ in completions]
 def two(**columns):
     return [1.0, 1.0]
+class Parts:
+    def reset(self, **row): return [{"type": "text", "text": "Count."}]
 def zero(completions):
     return [0.0 for _ in completions]
 def strict(completions, answer):
@@ -82,7 +82,7 @@ def once(completions, **columns):
 def never(completions, **columns):
     return [None] * len(completions)
 def judged(completions):
-    return [None if i % 2 else -1.0 for i in range(len(completions))]
+    return [float("nan") if i % 2 else -1.0 for i in range(len(completions))]
 def nothing(completions, **columns):
     [1.0 for _ in completions]
 def is_down(completions, **columns):
@@ -148,7 +148,7 @@ def globals_of(spec):
     ("accuracy sometimes", {"weights": "1 0", "correct": "sometimes", "threshold": 0.5},
      [1, 0, 0], [1, 0, 1]),
     ("wrapped", {}, [3, 3, 3], [1, 1, 1]), ("array", {}, [0, 1, 2], [0, 1, 1]),
-    ("meets meets", {}, [2, 2, 2], [1, 1, 1]),
+    ("meets meets", {}, [2, 2, 2], [1, 1, 1]), ("never", {}, [None] * 3, [None] * 3),
     ("array array", {"weights": "1 -2", "correct": "array_2"}, [0, -1, -2], [0, 1, 1]),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
@@ -177,11 +177,11 @@ def test_an_evaluation_leaves_out_what_the_function_of_correct_does_not_apply_to
 @pytest.mark.parametrize(("functions", "error"), [
     ("two", "two: 2 rewards for 3"), ("nothing", "returned None, not a list of 3"),
     ("never", "never returned None for all"), ("get_shorter", "this makes reward functions"),
-    ("is_down", "is_down: no judge"),
+    ("is_down", "is_down: no judge"), ("zero,environment=rewards.py:Parts", "not a text"),
 ])  # fmt: skip
 def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
     with pytest.raises(EnvFailure, match=error):
-        scored(spec_of(functions), ["a"] * 3, [1, 1, 2])
+        scored(spec_of(functions), ["a"] * 3, [EVAL_SEEDS[i] for i in (1, 1, 2)])
     assert functions != "is_down" or len(globals_of(spec_of(functions))["calls"]) == 1
 
 
