@@ -99,7 +99,6 @@ def takes(prompts, completions, left):
 def sees(prompts, completions, left, question, **columns):
     assert question == prompts and "prompt" not in columns
     return [len(one) + len(prompt) / 10 for one, prompt in zip(left, prompts)]
-VALUE = 5
 """
 ROWS = [{"prompt": f"Say {n}.", "answer": str(n), "n": n} for n in range(60)]
 USER = {"role": "user", "content": "Count."}
@@ -187,7 +186,7 @@ def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
 
 @pytest.mark.parametrize(("functions", "errors"), [
     ("strict", [r"strict: ValueError: invalid literal .* 'none' \(bad.jsonl:1\)"]), ("once", []),
-    ("strict_too", ["strict_too: ZeroDivisionError"]),
+    ("strict_too", ["strict_too: ZeroDivisionError"]), ("times", ["columns: prompt, answer"] * 3),
     ("of_messages", ["make each prompt a list of messages"] * 3),
 ])  # fmt: skip
 def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(functions, errors):
@@ -337,7 +336,7 @@ def test_values_are_those_of_the_file(datasets):
 
 @pytest.mark.parametrize(("options", "words"), [
     ("data=none.csv,reward=rewards.py:two", "no file none.csv"), ("data=rows.jsonl", "set data="),
-    ("data=rows.jsonl,reward=rewards.py:VALUE", "VALUE is no function"),
+    ("data=rows.jsonl,reward=rewards.py:calls", "calls is no function"),
     ("data=rows.jsonl,reward=rewards.py", "FILE.py:"),
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
     ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank"),
