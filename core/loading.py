@@ -180,6 +180,7 @@ def _load_files(
         raise UsageError(f"{subject}: {reason}, such as {min(invalid)}")
     model.config.use_cache = False  # in training; sampling passes its own cache
     model.config.output_attentions = False  # sdpa has none, and would refuse to be exported
+    model.config.return_dict = True
     return model, tokenizer
 
 

@@ -89,7 +89,8 @@ def test_completions_end_at_the_stop_tokens_of_both_configs(tmp_path):
 def test_what_a_trainer_left_in_a_config_does_not_decide_how_we_compute(tmp_path):
     config = save_small("Qwen3", tmp_path) / "config.json"
     plain, saved = load(tmp_path), json.loads(config.read_text())
-    for odd in ({"attn_implementation": "flash_attention_2"}, {"output_attentions": True}):
+    outputs = {"output_attentions": True, "return_dict": False}
+    for odd in ({"attn_implementation": "flash_attention_2"}, outputs):
         config.write_text(json.dumps(saved | odd))
         again = load(tmp_path)
         assert again.shares_prefixes and torch.equal(logits_of(again), logits_of(plain))
