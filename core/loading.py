@@ -8,6 +8,7 @@ one. Weights have the given dtype; LoRA adapters and the value head are always f
 """
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -36,6 +38,7 @@ from environments.plumbing.text import one_line
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1
 NEVER = -30.0  # log-prob of a token that is not sampled, ever
 ADAPTER_CONFIG = "adapter_config.json"
+HUB_ID = r"\w[\w.-]*(/[\w.-]+)?"
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
 LOADING = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
 
@@ -70,6 +73,7 @@ def load_policy(
         adapters = adapters or model_id
         model_id = _base_of(cfg, model_id, subject, train=flag == "--model-id")
         subject += f": its base {model_id} ({ADAPTER_CONFIG})"
+        _check_folder(model_id, subject)
     adapted = cfg.lora_rank > 0 or adapters
     trains = flag == "--model-id" and cfg.num_updates + cfg.sft_steps > 0
     base, tokenizer = _load_files(cfg, model_id, device, subject, trains and not adapted)
@@ -136,7 +140,7 @@ def _check_folder(model_id: str, subject: str) -> None:
         reason = "GGUF is not read: take the model's safetensors"
     elif snapshots := [*folder.glob("snapshots/*")]:
         reason = f"a folder of the cache: take {snapshots[0]}, or the model's Hub id"
-    elif folder.exists() or RUNS in folder.parents or "://" in model_id:
+    elif folder.exists() or RUNS in folder.parents or not re.fullmatch(HUB_ID, model_id):
         reason = "no model in this folder (no config.json), and no Hub id, such as Qwen/Qwen3-0.6B"
         reason += "; a run's is runs/NAME/model"
     else:
@@ -162,8 +166,12 @@ def _load_files(
             raise ValueError("trust_remote_code")
         if find_adapter_config_file(model_id):
             raise ValueError("it is LoRA adapters: download them to a folder, and give that")
-        tokenizer = AutoTokenizer.from_pretrained(model_id, **source)
         config = AutoConfig.from_pretrained(model_id, **source)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+            raise ValueError(f"{config.model_type} is not a language model of text alone")
+        tokenizer = AutoTokenizer.from_pretrained(model_id, **source)
+        if not tokenizer.encode(PROBE_TEXT, add_special_tokens=False):
+            raise ValueError("it has no tokenizer: add tokenizer.json and tokenizer_config.json")
         config._attn_implementation = None  # of the trainer that saved it
         saved = getattr(config, "quantization_config", None)
         if saved and trains_all:

@@ -114,6 +114,8 @@ NO_MODELS = {  # what is given, its files, and what the message names
     "models--me--small": ({"snapshots/abc/config.json": "{}"}, "take models--me--small/snapshots"),
     "empty": ({"NOTE.txt": ""}, "a run's is runs/NAME/model"),
     "https://example.com/me/small": ({}, "no model in this folder"),
+    "words": ({"config.json": '{"model_type": "qwen3"}'}, "add tokenizer.json"),
+    "images": ({"config.json": '{"model_type": "qwen2_vl"}'}, "qwen2_vl is not a language model"),
     "bytes": ({"config.json": '{"model_type": "qwen3", "quantization_config": {"quant_method": '
                               '"bitsandbytes", "load_in_8bit": true}}'}, "--lora-rank 16"),
 }  # fmt: skip
@@ -211,7 +213,7 @@ BASE = "base_model_name_or_path"
     ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter"),
     ({BASE: 3, "target_modules": ["q_proj"]}, "2 weights"),  # of so many layers
     ({BASE: 1}, "14 weights, such as .*layers.1"),
-    ({BASE: "/nowhere/base"}, "its base /nowhere/base .adapter_config.json"),
+    ({BASE: "no/such/base"}, "its base no/such/base .adapter_config.json.: no model in this"),
 ])  # fmt: skip
 def test_adapters_that_cannot_be_loaded_are_refused(qwen3_folder, tmp_path, changes, named):
     options = {k: v for k, v in changes.items() if k == "target_modules"}
