@@ -164,6 +164,7 @@ def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatc
 def test_pages_are_written_at_any_stage_of_a_run_without_pyplot(tmp_path, monkeypatch, records):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # it would change the backend
     importlib.reload(curves)
+    monkeypatch.setitem(curves.matplotlib.rcParams, "text.usetex", True)  # LaTeX may be missing
     run = write_run(tmp_path / "a 'b'", records)
     assert report.write_pages(run, CONFIG) == [] and not list(run.glob(".part-*"))
     assert (run / "curves.png").exists() == any("update" in record for record in records)
