@@ -237,11 +237,11 @@ def _texts(cfg: Config, policy: Policy, rollout: Rollout) -> tuple[str, str] | N
     if not places or "tools" in rollout.for_log:
         return None
     opening, answer = rollout.messages[: places[0]], rollout.messages[places[0]]["content"]
-    turn = rollout.turns[0]
-    sampled = tokenizer.decode(turn.completion_ids, skip_special_tokens=True).strip()
-    if answer.strip() != sampled and answer.strip().endswith(sampled):
+    ids = rollout.turns[0].completion_ids
+    sampled = tokenizer.decode(ids[: -1 if ids[-1] in policy.stop_ids else None])
+    if answer != sampled and answer.endswith(sampled):
         return None
-    prompt = tokenizer.decode(turn.prompt_ids)
+    prompt = tokenizer.decode(rollout.turns[0].prompt_ids)
     if opening[0]["role"] == RAW:
         return prompt[-len(opening[0]["content"]) :], opening[0]["content"]
     if cfg.system_prompt and cfg.system_prompt.strip() not in opening[0]["content"]:

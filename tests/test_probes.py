@@ -165,9 +165,9 @@ def test_small_faults_of_the_loop_break_the_exact_facts(command, monkeypatch):
 
 
 def test_examples_and_begun_answers_are_not_taken_for_answers(tmp_path, command):
-    texts = ("user", "4?"), ("assistant", "9"), ("user", "{} + 1?"), ("assistant", "It is ")
-    rows = [{"prompt": [{"role": role, "content": text.format(n)} for role, text in texts]}
-            for n in range(40)]  # fmt: skip
+    texts = ("user", "4?"), ("assistant", "9"), ("user", "{0} + 1?"), ("assistant", "{1}")
+    rows = [{"prompt": [{"role": role, "content": text.format(n, begun)} for role, text in texts]}
+            for n in range(20) for begun in ("It is ", "\n\n ")]  # fmt: skip
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "short.py").write_text(
         "def short(completions, **_):\n    return [-len(c[0]['content']) for c in completions]\n"
