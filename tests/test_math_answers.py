@@ -22,8 +22,9 @@ def test_find_answer_returns_the_last_complete_answer(response, answer):
 @pytest.mark.parametrize("text, value", [
     ("+18", 18), ("− 18", -18), ("018", 18), ("18.", 18), (".5", Fraction(1, 2)),
     ("1{,}000", 1000), ("1,234,567.50", Fraction(2469135, 2)), (r"\$18.00", 18), ("$18$", 18),
-    ("18 miles per hour", 18), (r"18\text{ cm}^2", 18), (r"90^\circ", 90), ("2 + 3 = 5", 5),
-    ("2 / 4", Fraction(1, 2)), (r"\frac12", Fraction(1, 2)),
+    ("18 miles per hour", 18), (r"18\text{ cm}^2", 18), (r"18 cm^{2}", 18), ("18 cm³", 18),
+    (r"90^\circ", 90), ("2 + 3 = 5", 5), (r"\( 5 \)", 5), (r"\[\frac{12}5\]", Fraction(12, 5)),
+    ("2 / 4", Fraction(1, 2)), (r"\frac12", Fraction(1, 2)), (r"\frac1{12}", Fraction(1, 12)),
     (r"-3\frac{1}{2}", Fraction(-7, 2)), (r"10,\!000", 10000), (r"1\,234", 1234),
     ("10\u2009000", 10000), (r"10,\! 000", 10000), (r"-1\;234\;567", -1234567),
     ("18\u202fcm", 18),

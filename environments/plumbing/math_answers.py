@@ -25,7 +25,7 @@ UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 NUMBER = re.compile(
     rf"(?P<sign>[-+]?) *(?:(?P<whole>[0-9]+) +(?=[0-9]+ */))?"
     rf"(?P<top>{UNSIGNED})(?: */ *(?P<bottom>{UNSIGNED}))?"
-    r" *(?P<percent>%|percent\b)?(?P<unit>(?: +[a-z]{2,}(?:\^?[23])?){0,4})",
+    r" *(?P<percent>%|percent\b)?(?P<unit>(?: +[a-z]{2,}(?:\^?(?:[23²³]|\{[23]\}))?){0,4})",
     re.IGNORECASE,
 )
 NOT_UNITS = set(
@@ -35,10 +35,11 @@ NOT_UNITS = set(
 NOTATION = [  # pattern, replacement: unifies notations
     # spaces in a number: 10,\!000 and 10\,000
     (r"(?<!\\)\\! *|(?<=[0-9])(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9/]))", ""),
-    (r"(?<!\\)\\[,;: ]|[\u00a0\u2009\u202f]|\\(?:left|right|displaystyle)(?![a-z])|\\?\$|~", " "),
-    (r"\\%", "%"), (r"\{,\}", ","), (r"[−–]", "-"), (r"\^\{?\\circ\}?|°", ""),
+    (r"(?<!\\)\\[][(),;: ]|\\?\$|~|[\u00a0\u2009\u202f]", " "),
+    (r"\\(?:left|right|displaystyle)(?![a-z])", " "), (r"\\%", "%"), (r"\{,\}", ","),
+    (r"[−–]", "-"), (r"\^\{?\\circ\}?|°", ""), (r"\\[dt]frac", r"\\frac"),
     (r"\\(?:text|mathrm|mbox|textbf) *\{([^{}]*)\}", r" \1"),
-    (r"\\[dt]frac", r"\\frac"), (r"\\frac *([0-9]) *([0-9])", r"\\frac{\1}{\2}"),
+    (r"\\frac *([0-9])", r"\\frac{\1}"), (r"(\\frac *\{[^{}]*\}) *([0-9])", r"\1{\2}"),
     (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi"),
 ]  # fmt: skip
 FRACTION = rf"\\frac *\{{ *([-+]?(?:{UNSIGNED})) *\}} *\{{ *({UNSIGNED}) *\}}"
