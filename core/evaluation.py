@@ -19,7 +19,7 @@ import torch
 
 from core.metrics import is_correct, opening_of
 from core.pool import is_program
-from core.results import accuracy_of, evaluated, never_right, return_of
+from core.results import accuracy_of, evaluated, mcnemar, never_right, return_of
 from core.selection import has_failed, num_episodes
 from core.tasks import Task
 from core.types import Rollout
@@ -27,6 +27,7 @@ from environments import rewarded
 from environments.base import PLAYER, Env
 from environments.plumbing.registry import make
 
+SAME = 1e-6  # difference of two returns that rounding explains
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 
 
@@ -108,17 +109,22 @@ def comparisons(
             results[f"eval/{env}/same_answers"] = same
         correct = {keys[id(r)]: is_correct(r) for r in of_env}
         first = progress.setdefault("first_correct", {}).setdefault(env, correct)
+        returns = {keys[id(r)]: r.episode_return for r in of_env}
+        first_returns = progress.setdefault("first_returns", {}).setdefault(env, returns)
         for seat, episodes in by_seat(of_env).items():
             trained_on = [openings[key] for key in map(opening_key, episodes) if key in openings]
             if trained_on:
                 results[f"eval/{seat}/seen"] = statistics.fmean(trained_on)
             again = [r for r in episodes if keys[id(r)] in first]
-            before = task_means(distinct, again, (float(first[keys[id(r)]]) for r in again))
-            after = task_means(distinct, again, map(is_correct, again))
-            changes = [after[task] - before[task] for task in before]
-            if again:
-                lost, won = sum(c < 0 for c in changes), sum(c > 0 for c in changes)
-                results[f"eval/{seat}/p_value"] = mcnemar(lost, won)
+            if not again:
+                continue
+            correct_before = [float(first[keys[id(r)]]) for r in again]
+            lost, won = changes(distinct, again, correct_before, map(is_correct, again))
+            results[f"eval/{seat}/p_value"] = mcnemar(lost, won)
+            if not won and not any(correct_before):
+                before = [first_returns.get(keys[id(r)], r.episode_return) for r in again]
+                fell, rose = changes(distinct, again, before, [r.episode_return for r in again])
+                results |= {f"eval/{seat}/return_fell": fell, f"eval/{seat}/return_rose": rose}
         if env not in trivial:
             env_tasks = [t for t in tasks if t.env.short == env and (env, t.seed) in distinct]
             trivial[env] = trivial_accuracy(env_tasks, distinct, play_trivial)
@@ -198,6 +204,15 @@ def task_means(
     return {task: statistics.fmean(column) for task, column in columns.items()}
 
 
+def changes(
+    tasks: Tasks, rollouts: list[Rollout], before: Iterable[float], after: Iterable[float]
+) -> tuple[int, int]:
+    """On how many tasks the mean of `after` is lower than that of `before`, and higher."""
+    old, new = (task_means(tasks, rollouts, values) for values in (before, after))
+    differences = [new[task] - old[task] for task in old]
+    return sum(d < -SAME for d in differences), sum(d > SAME for d in differences)
+
+
 def opening_key(rollout: Rollout) -> str:
     """A name of the first prompt of an episode, for use as a key in JSON."""
     return str(hash(opening_of(rollout)))
@@ -235,13 +250,3 @@ def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]
     middle = (p + z * z / (2 * total)) / scale
     half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total)) / scale
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
-
-    `lost`, `won`: how many tasks only the first, or only the second, solved. If the policies are
-    equally good, each of these is lost or won with probability 1/2.
-    """
-    as_extreme = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
-    return min(1.0, 2 * as_extreme / 2 ** (lost + won))

@@ -110,15 +110,9 @@ def never_right(env: str, records: Sequence[Record]) -> bool:
     return not any(record.get(f"eval/{env}/accuracy") for record in records)
 
 
-def return_interval(env: str, record: Record) -> list[float]:
-    """The mean return with the ends of its interval; equal returns, which have none, are exact."""
-    value, low, high = (finite(record, f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
-    return [value, value, value] if math.isnan(low) else [value, low, high]
-
-
 def return_of(env: str, record: Record) -> str:
     """'0.35 [0.30, 0.40]': the mean return with its interval, if the returns have any spread."""
-    value, low, high = return_interval(env, record)
+    value, low, high = (finite(record, f"eval/{env}/return_{k}") for k in ("mean", "low", "high"))
     return f"{value:.2f} [{low:.2f}, {high:.2f}]" if low < high else f"{value:.2f}"
 
 
@@ -126,3 +120,13 @@ def accuracy_of(env: str, record: Record) -> str:
     """'0.98 [0.96, 0.99]': accuracy with its interval."""
     value, low, high = (record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
+
+    `lost`, `won`: how many tasks only the first, or only the second, solved. If the policies are
+    equally good, each of these is lost or won with probability 1/2.
+    """
+    as_extreme = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * as_extreme / 2 ** (lost + won))

@@ -12,9 +12,10 @@ from algorithms.tokens import Tokens
 from core import evaluation, probes
 from core.batching import to_tokens
 from core.config import Config, resolve
-from core.evaluation import accuracy_metrics, comparisons, mcnemar, wilson
+from core.evaluation import accuracy_metrics, comparisons, wilson
 from core.loop.run import Run
 from core.metrics import UpdateStats, explained_variance, rollout_metrics
+from core.results import mcnemar
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
 from core.types import Rollout, Turn
@@ -209,6 +210,10 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
 
     assert p_value(right=(), seeds=range(6)) == 1.0
     assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == 0.5
+    earn = [evaluated(s, s, 8, False, later=[Turn([9], [9], [0.0], "stop", reward)])
+            for s, reward in enumerate((1.0, -1.0, 0.5, 1e-9, -1e-9))]  # fmt: skip
+    found = compared(progress, earn)
+    assert (found["eval/e/return_rose"], found["eval/e/return_fell"]) == (2, 1)
     first = progress["first_correct"]["e"]
     first |= {key: int(key.split()[0]) < 4 for key in first}
     assert p_value(right=(2, 4), seeds=range(6)) == 1.0  # two lost, one won

@@ -66,7 +66,7 @@ def note_changed_files(cfg: Config, progress: Record) -> None:
     before = progress.get("files", {})
     changed = [env for env, checksum in checksums.items() if before.get(env, checksum) != checksum]
     if changed:
-        progress.pop("first_correct", None)
+        progress |= {"first_correct": {}, "first_returns": {}}
         consequence = "accuracies before and after are of different tasks"
         progress["changed_code"] = f"a file of {', '.join(changed)} has changed: {consequence}"
     progress["files"] = checksums

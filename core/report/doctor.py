@@ -15,7 +15,7 @@ from core.diagnostics import SYMPTOMS
 from core.faults import UsageError
 from core.files.run_folder import quoted, start_command
 from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
-from core.results import Record, accuracy_of, never_right, return_interval, return_of
+from core.results import Record, accuracy_of, mcnemar, never_right, return_of
 from core.settings import read_settings
 from core.terminal import cli
 from environments.plumbing.registry import relative
@@ -79,11 +79,12 @@ def accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
         when = f"at update {first['update']}" if first["update"] else "before RL"
         text += f" {when} -> {accuracy_of(env, last)} after {last['update']} updates"
         if never_right(env, (first, last)):
-            _, low, high = return_interval(env, first)
-            _, new_low, new_high = return_interval(env, last)
-            change = "rose" if new_low > high else "fell" if new_high < low else "may be as before"
-            verdict = f"No answer counts as right, and the mean return {change}"
+            fell, rose = (last.get(f"eval/{env}/return_{k}", 0) for k in ("fell", "rose"))
+            change = "rose" if rose > fell else "fell"
+            change = change if mcnemar(fell, rose) < CLEAR else "may be as before"
+            verdict = f"No answer counts as right, and the return {change}"
             notes.append(f"mean return {return_of(env, first)} -> {return_of(env, last)}")
+            notes.append(f"higher on {rose} tasks, lower on {fell}")
         elif p_value is not None:
             rose = last[f"eval/{env}/accuracy"] > first[f"eval/{env}/accuracy"]
             change = "It learns" if rose else WORSE
