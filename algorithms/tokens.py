@@ -20,6 +20,8 @@ from torch import Tensor
 from algorithms.kl import kl_estimate
 from algorithms.options import Aggregation
 
+# of `needs`: the word that gives a vector
+WORDS = {"old_logprobs": "old_logprobs", "old_values": "value_head", "values": "value_head"}
 ROUNDING = 1e-7  # relative difference below which returns are equal, as rewards are float32
 
 
@@ -67,7 +69,8 @@ class Tokens:
         vars(self).update(vectors)
 
     def __getattr__(self, name: str) -> Tensor:  # called only where there is no such vector
-        message = f"these tokens have no {name}; they have {', '.join(self.vectors())}"
+        word = f' (Options: needs = {{"{WORDS[name]}"}})' if name in WORDS else ""
+        message = f"these tokens have no {name}{word}; they have {', '.join(self.vectors())}"
         raise AttributeError(message, name=name, obj=self)
 
     def __contains__(self, name: str) -> bool:
@@ -216,9 +219,7 @@ def token_weights(
     if aggregation == "prompt":
         num_groups = len(tokens.group[in_step].unique())
         return counts / group_sum(counts, tokens.group).clamp(min=1) / max(1, num_groups)
-    if aggregation == "constant":
-        return counts / (len(rollouts) * max_tokens)
-    raise ValueError(f"no such aggregation: {aggregation}")
+    return counts / (len(rollouts) * max_tokens)
 
 
 def normalize(x: Tensor, in_loss: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ NEEDS. algorithms/README.md has an example of an algorithm.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def load_algorithm(cfg: Any) -> Algorithm:
     module = _load(cfg.algo)
     if module.__name__ == WORKSHOP:
         return module.load_scratch(cfg)
-    return Algorithm(module.compute_advantages, module.compute_loss, Path(module.__file__))
+    compute_loss = partial(_loss_and_metrics, module.compute_loss)
+    return Algorithm(module.compute_advantages, compute_loss, Path(module.__file__))
 
 
 def options_of(algo: str) -> type[LoopOptions]:
@@ -108,6 +109,19 @@ def options_of(algo: str) -> type[LoopOptions]:
     Raises UsageError for a name that does not exist, and for a file that cannot be used.
     """
     return _load(algo).Options
+
+
+def _loss_and_metrics(compute_loss: Any, *args: Any) -> tuple[Any, dict[str, float]]:
+    """What `compute_loss` returns; raises UsageError if it is no loss with a dict of numbers."""
+    result = compute_loss(*args)
+    loss, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(sums, dict) or not getattr(loss, "requires_grad", False) or loss.shape:
+        raise UsageError("compute_loss: return (loss, metrics): a scalar with its gradient, a dict")
+    numbers = {name: x.item() for name, x in sums.items() if getattr(x, "shape", None) == ()}
+    for name, value in (sums | numbers).items():
+        if not isinstance(value, int | float):
+            raise UsageError(f"compute_loss: the metric {name} is no number: return a sum")
+    return loss, sums | numbers
 
 
 def _load(algo: str) -> Any:

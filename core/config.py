@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from algorithms.options import (
     KL,
+    Aggregation,
     Coefficient,
     Fraction,
     LoopOptions,
@@ -426,6 +427,9 @@ def _value_problems(cfg: Config) -> Iterator[str]:
                 yield f"{flag(prefix + name)} {value}: choose {', '.join(choices)}"
             if allowed and value is not None and not allowed.has(value):
                 yield f"{flag(prefix + name)} must be {allowed}, not {f'{value}':.30}"
+    aggregation, words = cfg.options.aggregation, get_args(Aggregation)
+    if aggregation not in words:
+        yield f"--algo {cfg.algo}: aggregation {aggregation!r}: choose {', '.join(words)}"
     if "" in cfg.stop:
         yield "--stop '' would end each completion at once: remove it, or give a text"
     rollouts = cfg.num_prompts * cfg.group_size

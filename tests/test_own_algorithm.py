@@ -15,7 +15,8 @@ WITH_METRIC = """return {"advantages": advantages[turns.of_token], "mine/best": 
 
 def compute_loss(*of_grpo):
     loss, sums = grpo.compute_loss(*of_grpo)
-    return loss, sums | {"mine/tokens": len(of_grpo[0])}"""
+    return loss, sums | {"mine/tokens": of_grpo[0].in_loss.sum()}"""
+OWN = MINE + "\n\ndef compute_loss(tokens, options):\n    return tokens.logprobs.sum()"
 SHORT = "--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 2".split()
 
 
@@ -52,7 +53,10 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
     (MINE.replace("return advantages[turns.of_token]",
                   "a = advantages[turns.of_token]; return dict(advantages=a, in_loss=a)"),
      "in_loss is a vector of the loop"),
-], ids=range(6))  # fmt: skip
+    (MINE.replace("clip_low:", "aggregation: str = 'sequnce'\n    clip_low:"),
+     "aggregation 'sequnce': choose token, sequence, "),
+    (OWN, "compute_loss: return ("), (OWN + ", {'p': tokens.logprobs}", "metric p is no"),
+], ids=range(9))  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
     code, _, err = command(*SHORT, "--algo", "mine.py", "--num-updates", "1")
