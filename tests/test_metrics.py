@@ -262,11 +262,11 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
                 for t, (correct, lost) in zip(drawn, ends, strict=True)]  # fmt: skip
 
     log = SimpleNamespace(log_rollouts=lambda *args: logged.append(args))
-    display = SimpleNamespace(phase=lambda *args: nullcontext(lambda: None), say=print)
+    display = SimpleNamespace(phase=lambda *args: nullcontext(lambda: None))
     run = SimpleNamespace(
         cfg=resolve(Config(eval_num_tasks=4, max_tokens=9, temperature=0.7)),
         collector=SimpleNamespace(collect=collect, demonstrate=play_trivial), policy=None,
-        sampler=nullcontext(), run_log=log, display=display, progress={},
+        sampler=nullcontext(), run_log=log, display=display, progress={}, say=print,
     )  # fmt: skip
     found, drawn = Run.evaluate(run, 3), eval_tasks(["letter_counting"], 4)
     assert asked == [(drawn, SamplingParams(9, temperature=0.0))]
