@@ -388,7 +388,8 @@ def _judge(
         per_completion[first.prompt] = prompts
     state = SimpleNamespace(global_step=RUN.updates_done, max_steps=RUN.num_updates)
     state.epoch = RUN.updates_done * RUN.num_prompts / len(first.train)
-    state.is_world_process_zero = os.environ.get("RANK", "0") == "0"
+    rank = os.environ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else "0"  # of torchrun
+    state.is_world_process_zero = rank == "0"
     shared: dict[str, Any] = {
         "trainer_state": state,
         "log_extra": lambda column, values: extras[column].extend(values),

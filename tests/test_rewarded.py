@@ -61,13 +61,12 @@ def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
     log_extra("scores", torch.ones(len(completions), 2).numpy())
     log_extra(column="correct", values=["no"] * len(completions))
     log_extra("odd", [[float("nan"), {0}]] * len(completions))
-    log_metric("none", float("inf"))
-    log_metric(name="seen", value=torch.tensor(len(calls)))
+    log_metric(name="seen", value=torch.tensor(float("inf")))
     return [1.0 for _ in completions]
 def two(**columns):
     return [1.0, 1.0]
-class Parts:
-    def reset(self, **row): return [{"type": "text", "text": "Count."}]
+class Parts: reset = staticmethod(two)
+def late(trainer_state): return trainer_state.log_history
 def zero(completions):
     return [0.0 for _ in completions]
 def strict(completions, answer):
@@ -187,7 +186,7 @@ def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
 @pytest.mark.parametrize(("functions", "errors"), [
     ("strict", [r"strict: ValueError: invalid literal .* 'none' \(bad.jsonl:1\)"]), ("once", []),
     ("strict_too", ["strict_too: ZeroDivisionError"]), ("times", ["columns: prompt, answer"] * 3),
-    ("of_messages", ["make each prompt a list of messages"] * 3),
+    ("of_messages", ["make each prompt a list of messages"] * 3), ("late", ["global_step"] * 3),
 ])  # fmt: skip
 def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(functions, errors):
     """After an exception each row is judged by itself."""
@@ -420,18 +419,19 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert [r.error[:27] for r in rollouts] == [""] * 4 + ["RuntimeError: times: TypeErr"[:27]]
 
 
-def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
+def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy, monkeypatch):
     """A completion is what was sampled, without the beginning that the prompt gives."""
     rewarded.begin_run(RunInfo((), (), 7, 0.5, 3))
+    monkeypatch.setenv("RANK", "3")  # as some clusters set it
     begun = {"role": "assistant", "content": "<think>One"}
-    write("begun.jsonl", [{"prompt": [USER, begun]}])
+    write("begun.jsonl", [{"prompt": [USER, begun]}] * 2)
     rollouts, module = play(policy, spec_of("trl array", "begun.jsonl"))
     said = [[{"role": "assistant", "content": text}] for text in "abc"]
     sampled = [r.turns[0].completion_ids for r in rollouts]
-    state = {"global_step": 3, "max_steps": 7, "epoch": 1.5, "is_world_process_zero": True}
+    state = {"global_step": 3, "max_steps": 7, "epoch": 0.75, "is_world_process_zero": True}
     assert module["calls"] == [(said, sampled, state)] and all(sampled)
     assert [r.info for r in rollouts] == [
-        {"row": "begun.jsonl:1", "share": 1.0, "none": "Infinity", "seen": 1.0, "letter": letter,
+        {"row": "begun.jsonl:1", "share": 1.0, "seen": "Infinity", "letter": letter,
          "odd": ["NaN", "{0}"], "scores": [1.0, 1.0], "correct": True, "reward_trl": 1.0,
          "reward_array": float(n)}
         for n, letter in enumerate("ABC")
