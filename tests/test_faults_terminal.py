@@ -79,9 +79,9 @@ def test_a_page_that_cannot_be_made_costs_itself_and_one_line(tmp_path, monkeypa
         raise errors[-1]
 
     monkeypatch.setattr(curves, "draw_curves", fail)
-    errors.append(ValueError("no glyph\n\x1b[2J"))
+    errors.append(FileNotFoundError("no glyph\n\x1b[2J"))
     lines = report.write_pages(tmp_path, settings)
-    assert lines == [f"{tmp_path / 'curves.png'} cannot be made: ValueError: no glyph [2J"]
+    assert lines == [f"{tmp_path / 'curves.png'} cannot be made: FileNotFoundError: no glyph [2J"]
     assert (tmp_path / "README.md").exists() and (tmp_path / "report.html").exists()
     errors.append(OSError(28, "No space left on device"))  # ends the run, as it should
     with pytest.raises(OSError, match="No space"):

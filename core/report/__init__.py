@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.faults import Fault
+from core.faults import DISK_ERRORS, Fault
 from environments.plumbing.registry import meanings, short_names
 from environments.plumbing.text import one_line
 
@@ -38,9 +38,9 @@ def write_pages(folder: Path, config: dict[str, Any], names: Sequence[str] = PAG
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # about fonts that lack a name's characters
                     draw_curves(folder / name, records, title, meanings(config["env"]))
-        except (OSError, Fault):
-            raise
         except Exception as error:
+            if isinstance(error, Fault) or getattr(error, "errno", None) in DISK_ERRORS:
+                raise
             reason = f"{type(error).__name__}: {one_line(error)[:200]}"
             failures.append(f"{folder / name} cannot be made: {reason}")
     return failures
