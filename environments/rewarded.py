@@ -78,7 +78,6 @@ from environments.plumbing.dataset import Row, read_rows
 from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute
 
 RUN = RunInfo((), ())  # the run of this process; before a run begins all data is divided
-Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
 OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, and name made"
 OF_STATE = "; trainer_state has global_step, max_steps, epoch and is_world_process_zero"
@@ -110,7 +109,7 @@ class Rewarded(Env):
         tools: tuple[str, ...] = (),
         environment: str = "",
     ):
-        self.functions: list[Function] = []
+        self.functions: list[tuple[str, Callable[..., Any], float]] = []  # name, function, weight
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
         for word, weight in zip(reward, weights or [1.0] * len(reward), strict=True):
@@ -405,7 +404,8 @@ def _judge(
     if awaitables:
         returned |= event_loop.wait_for(_await_all(awaitables, row))
     values = [dict[str, float]() for _ in batch]  # of the functions that apply to a completion
-    logged = [dict[str, Any]() for _ in batch]  # info of a completion
+    means = {name: statistics.fmean(samples) for name, samples in metrics.items()}
+    logged = [dict[str, Any](means) for _ in batch]  # info of a completion
     for name, rewards in returned.items():
         with _named(name, row):
             for values_by_name, reward in zip(values, _floats(rewards, len(batch)), strict=True):
@@ -414,9 +414,8 @@ def _judge(
     for column, entries in extras.items():
         for info, entry in zip(logged, entries, strict=False):
             info[column] = entry
-    means = {name: statistics.fmean(samples) for name, samples in metrics.items()}
-    as_json = (json.dumps(means | extra, default=_plain) for extra in logged)
-    infos = [json.loads(text, parse_constant=str) for text in as_json]  # NaN is a text
+    texts = [json.dumps(info, default=_plain) for info in logged]
+    infos = [json.loads(text, parse_constant=str) for text in texts]  # NaN is a text
     return [batch[i].to_step(values[i], infos[i]) for i in range(len(batch))]
 
 

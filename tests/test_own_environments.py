@@ -18,7 +18,7 @@ from core.faults import UsageError
 from core.files.run_log import read_records
 from core.report.summary import repeat_command
 from core.settings import read_settings
-from environments.base import Env, Step
+from environments.base import Env, RunInfo, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import (
     ENVIRONMENTS,
@@ -268,8 +268,7 @@ def test_an_environment_is_given_as_an_object_of_python_and_told_of_its_run(plac
     cfg = replace(SETTINGS, run_name="a", train_difficulty=3)
     assert train.run(cfg, env=Rows) == 0
     [[info, *seen]] = told
-    assert [*info.train_envs] == [*info.eval_envs] == ["Rows"]
-    assert (info.num_updates, info.num_prompts) == (cfg.num_updates, cfg.num_prompts)
+    assert info == RunInfo(["Rows"], ["Rows"], num_updates=2, num_prompts=2, updates_done=2)
     assert [*dict.fromkeys(seen)] == [0, 1, 2] and seen == sorted(seen)
     assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"] == ["Rows"]
     repeat = repeat_command(Path("runs/a"), read_settings(Path("runs/a/config.yaml")))
