@@ -26,7 +26,7 @@ still count in the denominator. In the 25 updates of the default run, w is betwe
 
 `off:` names the flags for which a line is there: by default it does nothing.
 
-Shapes: the sampled tokens of an update are numbered, 0 to S-1, rollout after rollout. A vector
+Shapes: the sampled tokens of an update have the indices 0 to S-1, rollout after rollout. A vector
 [S], such as `batch.advantages`, has a value for each of them, and none for prompts and padding.
 A forward pass works on a micro-batch, which fits into memory: sequences with prompts, in which n
 of the tokens were sampled. The loss reads vectors [n], such as `tokens.logprobs`.
@@ -121,8 +121,8 @@ def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:
     cfg = run.cfg
     outputs = predict(run.policy, micro, cfg.temperature, cfg.entropy_coef > 0, run.divergence)
     if not run.scores_first:  # there is one step, and it has not been taken: π_old is π
-        batch.write("old_logprobs", micro.numbers, outputs["logprobs"].detach())
-    tokens = batch[micro.numbers].to(run.policy.device)
+        batch.write("old_logprobs", micro.indices, outputs["logprobs"].detach())
+    tokens = batch[micro.indices].to(run.policy.device)
     tokens.add(outputs)  # logprobs, entropy; values of PPO
     tokens.outputs = [*outputs.values()]  # the gradient reaches the model through these
     tokens.logprobs.retain_grad()  # for report.html

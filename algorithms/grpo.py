@@ -94,7 +94,7 @@ def compute_advantages(tokens: Tokens, options: Any) -> Tensor:  # Any: also Opt
     if options.scale_rewards == "group":
         advantages = advantages / (group_std(turns.returns, turns.peers) + EPS)
     elif options.scale_rewards == "batch":
-        advantages = advantages / (group_std(turns.returns, turns.number) + EPS)
+        advantages = advantages / (group_std(turns.returns, turns.index) + EPS)
     elif options.scale_rewards == "mean":
         advantages = advantages / mean.abs().clamp(min=EPS)  # abs: no sign is flipped
     return advantages[turns.of_token].type_as(tokens.rewards)

@@ -69,7 +69,7 @@ def compute_advantages(tokens: Tokens, options: Options) -> Tensor:
     turns = turns_of(tokens)
     returns = turns.returns  # [K], K turns
     if options.baseline == "batch":
-        baseline = group_mean(returns, turns.number)
+        baseline = group_mean(returns, turns.index)
     elif options.baseline == "group":
         baseline = group_mean(returns, turns.peers)
     elif options.baseline == "leave_one_out":  # a single rollout has no others: advantage 0

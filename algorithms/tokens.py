@@ -1,8 +1,8 @@
 """The afternoon, 5 of 9. Code that all algorithms share: tokens, turns, token weights.
 
-Every token that was sampled in an update has a number, 0 to S-1, rollout after rollout. Every
-quantity of the tokens is a vector [S] in the order of these numbers; a micro-batch is a choice of n
-numbers, and its formulas read vectors [n], without padding. `rollout`, `group` and `sequence` are
+Every token that was sampled in an update has an index, 0 to S-1, rollout after rollout. Every
+quantity of the tokens is a vector [S] in this order; a micro-batch has the indices of n tokens, and
+its formulas read vectors [n], without padding. `rollout`, `group` and `sequence` are
 vectors of integers, equal for tokens that belong together; `group_sum` adds up over such tokens.
 
 Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
@@ -37,7 +37,7 @@ class Tokens:
     """
 
     # from the rollouts: where a token was sampled, and how likely it was
-    number: Tensor  # int64: the number of the token, 0 to S-1
+    index: Tensor  # int64: of the token, 0 to S-1
     rollout: Tensor  # int64: 0 for the tokens of the first rollout, 1 for the next, ..
     group: Tensor  # int64: equal for the rollouts that one agent played of one task
     sequence: Tensor  # int64: the sequence that has the token: a rollout, or a part of one
@@ -47,7 +47,7 @@ class Tokens:
     old_values: Tensor  # the value head's estimate (PPO)
     ref_logprobs: Tensor  # for the reference of --kl-coef
     # from shape_rewards
-    turn: Tensor  # int64: the number of the token's turn in the rollout; --credit episode: 0
+    turn: Tensor  # int64: the index of the token's turn in the rollout; --credit episode: 0
     rewards: Tensor  # the reward of a turn, at its last token; 0 elsewhere
     discounts: Tensor  # float64: --credit turn: γ at the last token of a turn; else 1
     in_loss: Tensor  # bool: whether the token counts in the loss; by default all do
@@ -83,9 +83,9 @@ class Tokens:
         """All vectors by name."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
-    def __getitem__(self, numbers: Tensor | slice) -> "Tokens":
-        """The tokens with these numbers [n]."""
-        return Tokens(**{name: x[numbers] for name, x in self.vectors().items()})
+    def __getitem__(self, indices: Tensor | slice) -> "Tokens":
+        """The tokens with these indices [n]."""
+        return Tokens(**{name: x[indices] for name, x in self.vectors().items()})
 
     def to(self, device: torch.device) -> "Tokens":
         """The same tokens on another device."""
@@ -105,7 +105,7 @@ class Turns:
     """
 
     returns: Tensor  # [K] float64: discounted return from this turn on, R_k = r_k + γ R_{k+1}
-    number: Tensor  # [K] int64: the number of the turn in its rollout
+    index: Tensor  # [K] int64: of the turn in its rollout
     peers: Tensor  # [K] int64: equal for turns that are compared: turn k of a group's rollouts
     last_token: Tensor  # [K] int64: the turn's last token; tokens.group[last_token] is [K]
     of_token: Tensor  # [S] int64: the turn of each token; returns[of_token] is [S]
@@ -133,9 +133,9 @@ def turns_of(tokens: Tokens) -> Turns:
     for k in reversed(range(len(last) - 1)):
         if rollouts[k] == rollouts[k + 1]:
             returns[k] += discounts[k] * returns[k + 1]
-    number = tokens.turn[last]
-    _, peers = torch.stack([tokens.group[last], number]).unique(dim=1, return_inverse=True)
-    return Turns(returns, number, peers, last, of_token)
+    index = tokens.turn[last]
+    _, peers = torch.stack([tokens.group[last], index]).unique(dim=1, return_inverse=True)
+    return Turns(returns, index, peers, last, of_token)
 
 
 def minus(returns: Tensor, baseline: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def minus(returns: Tensor, baseline: Tensor) -> Tensor:
 
 
 def sums(x: Tensor, ids: Tensor) -> Tensor:
-    """The sum of `x` [n, ..] for each number in `ids` [n], from 0 to the highest.
+    """The sum of `x` [n, ..] for each id in `ids` [n], from 0 to the highest.
 
     Adds in float64 (float32 on a Mac's GPU), as a GPU adds in an arbitrary order, and sums in
     float32 would differ from run to run.
@@ -169,7 +169,7 @@ def sums(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def group_sum(x: Tensor, ids: Tensor) -> Tensor:
-    """For each element of `x`, the sum over all elements with the same number in `ids`.
+    """For each element of `x`, the sum over all elements with the same id in `ids`.
 
     >>> group_sum(torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 0, 1]))
     tensor([3., 3., 5.])
@@ -178,7 +178,7 @@ def group_sum(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def group_mean(x: Tensor, ids: Tensor) -> Tensor:
-    """For each element of `x`, the mean over all elements with the same number in `ids`."""
+    """For each element of `x`, the mean over all elements with the same id in `ids`."""
     return group_sum(x, ids) / group_sum(torch.ones_like(x), ids)
 
 

@@ -10,10 +10,10 @@ A turn is appended to the longest sequence of its rollout that its prompt starts
 none, it begins one. So each token is trained in the context that it was sampled in. For example:
 
     token_ids    p0 p1 a b c      a prompt of two tokens, a completion of three
-    numbers      -1 -1 5 6 7      -1: not sampled
+    indices      -1 -1 5 6 7      -1: not sampled
 
-`micro_batches` cuts sequences into micro-batches, each with the numbers [n] of the tokens that were
-sampled in it. `batch[micro.numbers]` has the vectors of these tokens.
+`micro_batches` cuts sequences into micro-batches, each with the indices [n] of the tokens that were
+sampled in it. `batch[micro.indices]` has the vectors of these tokens.
 
 The model computes `input_ids`, a row for each sequence; or, where it can, as `tiny` does, each
 distinct prefix once: update 1 of the default run has 128 sequences of up to 55 tokens, and 831
@@ -43,11 +43,11 @@ from core.types import Rollout, Turn
 
 @dataclass(eq=False)
 class Sequence:
-    """Token ids that the model computes on, and the number of each that was sampled, else -1."""
+    """Token ids that the model computes on, and the index of each that was sampled, else -1."""
 
     rollout: int
     token_ids: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)  # those whose completions are in the sequence
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Sequence:
         """Appends tokens that were not sampled, and a completion, numbered from `first`."""
         sampled = turn.completion_ids
         self.token_ids += context + sampled
-        self.numbers += [-1] * len(context) + [*range(first, first + len(sampled))]
+        self.indices += [-1] * len(context) + [*range(first, first + len(sampled))]
         self.turns.append(turn)
 
 
@@ -69,20 +69,20 @@ class Batch(Tokens):
 
     rollouts: list[Rollout]
     sequences: list[Sequence]
-    numbers_to_log: dict[str, float]  # by name, from compute_advantages
+    advantage_metrics: dict[str, float]  # by name, from compute_advantages
     env_rewards: Tensor  # the environment's, of a turn at its last token; 0 elsewhere
-    env_turn: Tensor  # int64: the number of the token's turn
+    env_turn: Tensor  # int64: the index of the token's turn
     completion_lengths: Tensor  # int64: tokens of a completion, at its last token; else 0
     hit_token_limit: Tensor  # bool: the completion of this token hit the token limit
 
-    def __getitem__(self, numbers: Tensor | slice) -> Tokens:
-        """The tokens with these numbers [n], with the vectors that a loss may read."""
+    def __getitem__(self, indices: Tensor | slice) -> Tokens:
+        """The tokens with these indices [n], with the vectors that a loss may read."""
         readable = {name: x for name, x in self.vectors().items() if name not in BEFORE_ADVANTAGES}
-        return Tokens(**readable)[numbers]
+        return Tokens(**readable)[indices]
 
-    def write(self, name: str, numbers: Tensor, values: Tensor) -> None:
-        """Sets a vector at the tokens with these numbers; where nothing was written it is 0."""
-        vars(self).setdefault(name, torch.zeros(len(self)))[numbers] = values.cpu()
+    def write(self, name: str, indices: Tensor, values: Tensor) -> None:
+        """Sets a vector at the tokens with these indices; where nothing was written it is 0."""
+        vars(self).setdefault(name, torch.zeros(len(self)))[indices] = values.cpu()
 
     def sum_over_ranks(self, name: str) -> None:
         """Completes a vector: each rank has written the tokens of its own sequences."""
@@ -101,7 +101,7 @@ class MicroBatch:
     sequences: list[Sequence]
     input_ids: Tensor  # [Q, T] int64
     tree: PrefixTree | None  # the distinct prefixes, which are computed in place of `input_ids`
-    numbers: Tensor  # [n] int64, on the CPU: of the sampled tokens
+    indices: Tensor  # [n] int64, on the CPU: of the sampled tokens
     predictors: Tensor  # [n] int64: for each sampled token the hidden state that predicts it
     targets: Tensor  # [n] int64: the ids of the sampled tokens
     kept_ids: list[list[int] | None] | None  # [n]: Completion.kept_ids of each; None: all ids
@@ -111,28 +111,28 @@ def to_tokens(rollouts: list[Rollout]) -> Batch:
     """Numbers the sampled tokens of `rollouts`."""
     sequences: list[Sequence] = []
     table = defaultdict[str, list](list)  # a list for each vector [S]
-    for rollout_number, rollout in enumerate(rollouts):
+    for rollout_index, rollout in enumerate(rollouts):
         of_rollout: list[Sequence] = []
-        for turn_number, turn in enumerate(rollout.turns):
+        for turn_index, turn in enumerate(rollout.turns):
             prompt, count = turn.prompt_ids, len(turn.completion_ids)
             continued = [s for s in of_rollout if prompt[: len(s)] == s.token_ids]
             if not continued:
-                continued = [Sequence(rollout_number)]
+                continued = [Sequence(rollout_index)]
                 of_rollout += continued
             sequence = max(continued, key=len)
             sequence.extend(prompt[len(sequence) :], turn, first=len(table["rollout"]))
-            table["rollout"] += [rollout_number] * count
+            table["rollout"] += [rollout_index] * count
             table["group"] += [rollout.group_id] * count
             table["sequence"] += [len(sequences) + of_rollout.index(sequence)] * count
-            table["env_turn"] += [turn_number] * count
+            table["env_turn"] += [turn_index] * count
             table["hit_token_limit"] += [turn.finish_reason == "length"] * count
             table["completion_lengths"] += [0] * (count - 1) + [count]
             table["env_rewards"] += [0.0] * (count - 1) + [float(turn.reward)]
             table["sampler_logprobs"] += turn.sampler_logprobs
         sequences += of_rollout
     vectors = {name: torch.tensor(table[name], dtype=dtype) for name, dtype in VECTORS.items()}
-    vectors["number"] = torch.arange(len(vectors["rollout"]))
-    return Batch(rollouts=rollouts, sequences=sequences, numbers_to_log={}, **vectors)
+    vectors["index"] = torch.arange(len(vectors["rollout"]))
+    return Batch(rollouts=rollouts, sequences=sequences, advantage_metrics={}, **vectors)
 
 
 VECTORS = {
@@ -176,7 +176,7 @@ def add_advantages(batch: Batch, returned: Tensor | dict[str, Tensor | float]) -
             raise UsageError(f"compute_advantages: {name} is a vector of the loop: rename yours")
         is_number = type(value) in (int, float) or getattr(value, "shape", None) == ()
         if is_number and name != "advantages":
-            batch.numbers_to_log[name] = float(value)
+            batch.advantage_metrics[name] = float(value)
         elif not isinstance(value, Tensor) or value.shape != batch.rollout.shape:
             shape = [*getattr(value, "shape", [type(value).__name__])]
             raise UsageError(
@@ -242,13 +242,13 @@ def cut(sequences: list[Sequence], policy: Policy) -> Iterator[MicroBatch]:
 
 def _micro(sequences: list[Sequence], device: torch.device, tree: PrefixTree | None) -> MicroBatch:
     ids = pad_sequence([torch.tensor(s.token_ids) for s in sequences], batch_first=True)
-    numbers = pad_sequence(
-        [torch.tensor(s.numbers) for s in sequences], batch_first=True, padding_value=-1
+    indices = pad_sequence(
+        [torch.tensor(s.indices) for s in sequences], batch_first=True, padding_value=-1
     )
     # [Q, T]: the place of each token's hidden state among the U that are computed
     nodes = tree.nodes if tree else torch.arange(ids.numel()).view(ids.shape)
     # the causal shift: the state at t predicts the token at t+1
-    rows, columns = (numbers[:, 1:] >= 0).nonzero(as_tuple=True)  # [n] and [n]
+    rows, columns = (indices[:, 1:] >= 0).nonzero(as_tuple=True)  # [n] and [n]
     kept_ids: list[list[int] | None] = []
     for sequence in sequences:  # in the order of the tokens
         for turn in sequence.turns:
@@ -257,7 +257,7 @@ def _micro(sequences: list[Sequence], device: torch.device, tree: PrefixTree | N
         sequences=sequences,
         input_ids=ids.to(device),
         tree=tree and tree.to(device),
-        numbers=numbers[rows, columns + 1],
+        indices=indices[rows, columns + 1],
         predictors=nodes[rows, columns].to(device),
         targets=ids[rows, columns + 1].to(device),
         kept_ids=kept_ids if any(kept_ids) else None,

@@ -28,7 +28,7 @@ def teacher(
 
     None if no turn of `micro` has feedback. The teacher's logits exist in chunks of tokens only.
     """
-    # in the teacher's context; a token's number here is its place among the n of `micro`
+    # in the teacher's context; a token's index here is its place among the n of `micro`
     sequences: list[Sequence] = []
     first = 0
     for turn in (turn for sequence in micro.sequences for turn in sequence.turns):
@@ -42,7 +42,7 @@ def teacher(
     states: list[Tensor] = []
     row_of = torch.full((first,), -1, device=policy.device)  # of each token: the row of its state
     for part in cut(sequences, policy):
-        start, tokens = sum(map(len, states)), part.numbers.to(policy.device)
+        start, tokens = sum(map(len, states)), part.indices.to(policy.device)
         row_of[tokens] = torch.arange(start, start + len(tokens), device=policy.device)
         hidden = policy.hidden_states(part.input_ids, part.tree).flatten(0, 1)
         states.append(hidden.index_select(0, part.predictors))

@@ -77,7 +77,7 @@ class UpdateStats:
             gradient = torch.zeros_like(tokens.logprobs)
         loop_sums["push"] = gradient.abs().sum().item()
         weights = [tokens.token_weights, tokens.importance_weights]
-        vectors = [tokens.number, tokens.logprobs, *weights, gradient]
+        vectors = [tokens.index, tokens.logprobs, *weights, gradient]
         self.traces.append((len(self.pushes), torch.stack([x.cpu().double() for x in vectors])))
         _add({name: float(value) for name, value in sums.items()} | loop_sums, to=self.step_sums)
 
@@ -122,7 +122,7 @@ class UpdateStats:
             without = Tokens(**batch.vectors() | {"old_values": torch.zeros(len(batch))})
             explained = explained_variance(gae(without, 1.0), batch.old_values)
             metrics["value/explained_variance"] = explained
-        return metrics | batch.numbers_to_log
+        return metrics | batch.advantage_metrics
 
 
 def _add(sums: dict[str, float], to: dict[str, float]) -> None:

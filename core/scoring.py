@@ -60,7 +60,7 @@ def score_tokens(
     for micro in micros:
         outputs = predict(policy, micro, temperature)
         for name in names:
-            vectors[name][micro.numbers] = outputs[name].cpu()
+            vectors[name][micro.indices] = outputs[name].cpu()
     if sequences is None:
         distributed.all_reduce_sum([*vectors.values()])  # each rank has scored its own sequences
     return vectors

@@ -40,7 +40,7 @@ def test_advantages_have_the_shape_of_the_batch_and_numbers_are_logged():
     batch = to_tokens([DROPPED, DROPPED])
     given = torch.ones(10)
     add_advantages(batch, {"advantages": given, "returns": given * 2, "mine/mean": given.mean()})
-    assert batch.advantages is given and batch.numbers_to_log["mine/mean"] == 1.0
+    assert batch.advantages is given and batch.advantage_metrics["mine/mean"] == 1.0
     add_advantages(batch, given.double())
     assert batch.advantages.dtype == torch.float32
     for wrong in (given[None], given[:9], given.view(2, 5)):
@@ -72,7 +72,7 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with(
 ):
     sequences = to_tokens([rollout(*turns)]).sequences
     assert [s.token_ids for s in sequences] == token_ids
-    assert [s.numbers for s in sequences] == numbers
+    assert [s.indices for s in sequences] == numbers
 
 
 def test_kept_ids_are_those_of_each_token_in_the_order_of_turns():
@@ -98,14 +98,14 @@ def test_micro_batches_keep_their_budget_and_every_sampled_token(max_tokens, sha
     batch = to_tokens([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1), *alike])
     expected = {  # number: the token before, the token
         number: (s.token_ids[t - 1], s.token_ids[t])
-        for s in batch.sequences for t, number in enumerate(s.numbers) if number >= 0
+        for s in batch.sequences for t, number in enumerate(s.indices) if number >= 0
     }  # fmt: skip
     seen = []
     for micro in cut_into(batch.sequences, max_tokens, share):
         computed = micro.tree.input_ids if share else micro.input_ids
         assert computed.numel() <= max_tokens or len(micro.input_ids) == 1
         before = computed.flatten()[micro.predictors].tolist()
-        for number, *tokens in zip(micro.numbers, before, micro.targets.tolist(), strict=True):
+        for number, *tokens in zip(micro.indices, before, micro.targets.tolist(), strict=True):
             seen.append(int(number))
             assert expected[seen[-1]] == tuple(tokens)
             assert batch[number].sampler_logprobs == -0.5 * tokens[1]

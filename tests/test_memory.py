@@ -32,7 +32,7 @@ def gradients_of(policy, batch):
     for micro in batching.micro_batches(policy, batch):
         found = predict(policy, micro, temperature=1.0)["logprobs"]
         (-found.sum() / len(batch)).backward()
-        logprobs[micro.numbers] = found.detach()
+        logprobs[micro.indices] = found.detach()
     return logprobs, [p.grad.clone() for p in policy.trainable().values()]
 
 

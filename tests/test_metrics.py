@@ -91,17 +91,17 @@ def test_update_stats_by_hand(cap, mode, capped):
     batch.in_loss = ~batch.hit_token_limit
     # 0, 0.5 and 1 from the sampler's
     batch.old_logprobs = torch.tensor([-0.5, -1.0, -1.5, -0.5, -1.0])
-    batch.numbers_to_log["mine"] = 0.5  # of the algorithm
+    batch.advantage_metrics["mine"] = 0.5  # of the algorithm
     stats = UpdateStats(cfg)
     # 3 is above a cap of 2, 0.4 below 1 / 2; later, in two micro-batches of 0.5 and 0.1, only 0.1
     first = Tokens(
-        number=torch.arange(3), logprobs=torch.zeros(3), importance_weights=torch.ones(3),
+        index=torch.arange(3), logprobs=torch.zeros(3), importance_weights=torch.ones(3),
         rollout=torch.zeros(3), entropy=torch.tensor([0.1, 0.2, 0.6]),
         sampler_ratio=torch.tensor([2.0, 0.4, 3.0]), token_weights=torch.tensor([0.2, 0.1, 0.0]),
         in_loss=torch.tensor([True, True, True]), varentropy=torch.tensor([1.0, 1.0, 2.0]),
     )  # fmt: skip
     second = Tokens(
-        number=torch.arange(2), importance_weights=torch.ones(2),
+        index=torch.arange(2), importance_weights=torch.ones(2),
         rollout=torch.zeros(2), entropy=torch.tensor([0.3, 0.3]),
         # of the reference, with d = log π - log π_ref = -1 and 0: k3 = e - 2 and 0; ρ = 1/2
         logprobs=torch.tensor([-3.0, -2.0]), ref_logprobs=torch.tensor([-2.0, -2.0]),

@@ -200,11 +200,11 @@ def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, n
         assert sampled[key] >= 0
     assert sum(sampled.values()) == 0
     batch = to_tokens(rollouts)
-    trained = Counter(number for s in batch.sequences for number in s.numbers if number >= 0)
+    trained = Counter(number for s in batch.sequences for number in s.indices if number >= 0)
     assert set(trained.values()) == {1} and len(trained) == sum(r.num_tokens for r in rollouts)
     contexts = {tuple(turn.prompt_ids + turn.completion_ids) for turn in turns}
     for sequence in batch.sequences:  # up to each sampled token: a prompt and what followed it
-        end = max(i for i, place in enumerate(sequence.numbers) if place >= 0) + 1
+        end = max(i for i, place in enumerate(sequence.indices) if place >= 0) + 1
         assert tuple(sequence.token_ids[:end]) in contexts
 
 

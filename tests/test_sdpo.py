@@ -30,7 +30,7 @@ def test_the_teacher_chooses_among_the_ids_that_were_kept(policy):
         return (teacher > -1e9).sum(-1).float()
 
     found = predict(policy, micro, 1.0, divergence=number_of_ids)
-    assert found["divergence"][micro.numbers.argsort()].tolist() == [0, 0, 3]
+    assert found["divergence"][micro.indices.argsort()].tolist() == [0, 0, 3]
 
 
 class Capital(Env):

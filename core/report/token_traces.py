@@ -55,7 +55,7 @@ def trace_tokens(policy: Policy, cfg: Config, batch: Batch, stats: UpdateStats) 
     }
     for index in chosen:
         rollout = batch.rollouts[index]
-        first = int((batch.rollout < index).sum())  # number of the rollout's first token
+        first = int((batch.rollout < index).sum())  # index of the rollout's first token
         traces: list[dict[str, Any]] = []
         for turn in rollout.turns:
             tokens = slice(first, first + len(turn.completion_ids))
@@ -86,7 +86,7 @@ def last_step_vectors(cfg: Config, traced: Tensor, stats: UpdateStats) -> dict[s
     vectors = torch.full((4, len(traced)), torch.nan, dtype=torch.float64)
     for step, values in sorted(distributed.all_gather(parts), key=lambda part: part[0]):
         values[-1] /= -(stats.pushes[step] or 1.0)
-        vectors[:, values[0].long()] = values[1:]  # row 0 has the numbers of the tokens
+        vectors[:, values[0].long()] = values[1:]  # row 0 has the indices of the tokens
     return dict(zip(("now", "token_weight", "weight", "share"), vectors, strict=True))
 
 
