@@ -29,13 +29,14 @@ def test_list_names_every_environment_with_its_options(run):
     assert "n_hops" in out and "opponent" in out and "afternoon" not in out
 
 
-@pytest.mark.parametrize("spec", ["reverse", "tic_tac_toe:opponent=self"])
+@pytest.mark.parametrize("spec", ["reverse", "tic_tac_toe:opponent=self", "calculator"])
 def test_show_plays_every_environment_and_repeats_the_episode_of_a_seed(spec, run):
     out = run("show", spec, "--seed", "1")
     assert run("show", spec, "--seed", "1") == out
     rewards = [float(x) for x in re.findall(r" ?reward ([+-]\S+)\n", out)]
     assert rewards and printed_return(out) == pytest.approx(sum(rewards), abs=0.01)
     assert "demonstrator: " in out and "guess: " not in out
+    assert ("tool: " in out) is (spec == "calculator")
 
 
 def test_play_sends_the_typed_responses_to_the_environment(monkeypatch, run):

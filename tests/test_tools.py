@@ -27,7 +27,6 @@ from core.extras import programs
 from core.faults import UsageError
 from core.sampler import SamplingParams
 from core.tasks import Task
-from environments.__main__ import execute
 from environments.base import Env, EnvFailure, Step
 from environments.parsing import user
 from environments.plumbing import registry
@@ -284,7 +283,7 @@ def tag(words: list[str], kind: Literal["noun", "verb"] | None = None) -> list:
         words: Some.
         kind: Which.
     """
-    return [words, kind]
+    return [[words.pop() for _ in [*words]], kind]
 
 
 @pytest.mark.parametrize(("call", "result"), [
@@ -306,6 +305,7 @@ def test_a_call_has_a_result_and_the_episode_goes_on(call, result):
     step, failed = env.answer(call), result.startswith("error")
     assert re.match(result, step.message["content"])
     assert (step.done, step.info["tool_calls"], step.info["tool_errors"]) == (False, 1, failed)
+    assert "Kraków" not in call or "Kraków" in str(env.earlier[0])  # a tool gets a copy
     env.answer(call_text("crash"))
     last = env.answer("ok")
     assert last.reward == 1.0 and last.info["tool_errors"] == failed + 1
@@ -315,19 +315,16 @@ class Size(enum.Enum):
     SMALL = "small"
 
 
-def sized(text: list[Size] | None) -> str:
-    return ""
-
-
-def positional(text: int, /) -> str:
-    return ""
-
-
-sized.__doc__ = positional.__doc__ = Adder.repeat.__doc__
+def tool_with(parameter):
+    named = {}
+    exec(f"def tool({parameter}) -> str: ...", globals(), named)
+    named["tool"].__doc__ = Adder.repeat.__doc__
+    return named["tool"]
 
 
 @pytest.mark.parametrize(("found", "named"), [
-    ([sized], "Enum"), ([positional], "positional only"), ([tag, tag], "two tools"),
+    ([tool_with("text: list[Size] | None")], "Enum"), ([tool_with("text: int, /")], "positional"),
+    ([tool_with("**text: int")], "name each argument"), ([tag, tag], "two tools"),
     ([lambda x: x], "docstring"), ("add", "list of functions"),
 ])  # fmt: skip
 def test_a_tool_that_cannot_be_called_is_refused(found, named):
@@ -401,7 +398,3 @@ def test_a_system_prompt_comes_before_every_context(policy):
     alone = [{"role": "system", "content": "Be kind."}, user("Two?")]
     assert sampler.chats == [[both, HI], alone]
     assert sampler.prompts[1] == prompt_ids(policy.tokenizer, alone)
-
-
-def test_calls_are_shown(capsys):
-    assert execute(["show", "calculator"]) == 0 and "tool:" in capsys.readouterr().out

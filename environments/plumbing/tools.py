@@ -16,6 +16,7 @@ This is the format of Hermes and Qwen. core/chat_template.py rewrites the calls 
 format of their own, and tells all others to use this one.
 """
 
+import copy
 import inspect
 import json
 from collections.abc import Callable
@@ -84,6 +85,8 @@ def schemas(env: Any) -> list[dict[str, Any]]:
         try:
             schema = get_json_schema(tool)
             inspect.signature(tool).bind(**parameters_of(schema))  # as a call does, by name
+            if inspect.getfullargspec(tool).varkw:
+                raise TypeError("name each argument in place of **")
             hints = get_type_hints(tool)
             if any(_is_enum(hint) for key, hint in hints.items() if key != "return"):
                 raise TypeError("an argument with an Enum would get a text: write Literal")
@@ -200,7 +203,7 @@ def call_tool(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
             if problem.instance is not None or not problem.schema.get("nullable"):  # `| None`
                 path = ".".join(map(str, [call.name, *problem.path]))
                 return f"error: {path}: {problem.message}"[:MAX_RESULT]
-        result = tools[index](**call.arguments)
+        result = tools[index](**copy.deepcopy(call.arguments))  # it may change them
         if inspect.isawaitable(result):
             result = event_loop.wait_for(result)
         text = str(result)
