@@ -151,13 +151,14 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     # openings may differ within a group where another agent acts before the first turn
     one_agent = {rollout.agent for rollout in rollouts} == {PLAYER}
     openings = [set(map(opening_of, group)) for group in groups.values()]
-    correct = [[*map(is_correct, group)] for group in groups.values()]
+    told = judged(rollouts)
+    correct = [[*map(is_correct, g)] for g in map(judged, groups.values()) if g] or [[False]]
     return {
         "reward/mean": returns.mean().item(),
         "reward/std": returns.std(correction=0).item(),
         "reward/min": returns.min().item(),
         "reward/max": returns.max().item(),
-        "reward/correct": statistics.fmean(map(is_correct, rollouts)),
+        **({"reward/correct": statistics.fmean(map(is_correct, told))} if told else {}),
         "groups/zero_std_fraction": (len(groups) - len(alive)) / len(groups),
         **({"groups/openings": statistics.fmean(map(len, openings))} if one_agent else {}),
         "groups/all_right": statistics.fmean(map(all, correct)),
@@ -176,6 +177,11 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
 def opening_of(rollout: Rollout) -> tuple[int, ...]:
     """The first prompt of an episode; () without a turn."""
     return tuple(rollout.turns[0].prompt_ids) if rollout.turns else ()
+
+
+def judged(rollouts: list[Rollout]) -> list[Rollout]:
+    """Those of which the environment can tell whether they are right."""
+    return [rollout for rollout in rollouts if rollout.info.get("correct", False) is not None]
 
 
 def is_correct(rollout: Rollout) -> bool:

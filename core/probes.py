@@ -174,7 +174,8 @@ def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[st
     trained = {*map(id, batch.rollouts)}
     if not usable:
         return {}
-    right = sum(bool(rollout.info.get("correct")) for rollout in usable) / len(usable)
+    told = [rollout for rollout in usable if rollout.info.get("correct", 0) is not None]
+    right = sum(bool(rollout.info.get("correct")) for rollout in told) / max(1, len(told))
     metrics = {"reward/miscounted": abs(right - correct)}
     left_out = [rollout.num_tokens for rollout in usable if id(rollout) not in trained]
     if left_out:

@@ -14,7 +14,7 @@ from functools import cache
 
 from core.config import Config, flag
 from core.faults import UsageError
-from core.metrics import is_correct
+from core.metrics import is_correct, judged
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import Rollout
 from environments import rewarded
@@ -148,7 +148,7 @@ def harder(spec: EnvSpec, by: int) -> EnvSpec:
 def next_level(cfg: Config, level: int, rollouts: Sequence[Rollout]) -> int:
     """The level of the next update's tasks: one higher if the accuracy of these rollouts is
     --curriculum, one lower if it is half of that."""
-    correct = [is_correct(rollout) for rollout in rollouts if not rollout.error]
+    correct = [is_correct(rollout) for rollout in judged([*rollouts]) if not rollout.error]
     if not cfg.curriculum or not correct:
         return level
     envs, accuracy = training_envs(cfg), statistics.fmean(correct)

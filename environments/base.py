@@ -91,7 +91,7 @@ class Step:
     environment's demonstration, if it has any.
 
     `done`, `fresh`, `truncated` and `info["correct"]` are True or False; 1 and 0 count as these, of
-    NumPy too. Any other value, such as the text "False", fails the episode.
+    NumPy too; None is a `correct` that nobody knows. Another value fails the episode.
     """
 
     message: Message | None
@@ -153,7 +153,7 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
         info = json.loads(text)
     except (AttributeError, TypeError, ValueError) as error:  # NaN, or contains itself
         raise ValueError(f"the info of {agent} is not JSON: {error}; {step.info!r:.200}") from None
-    if "correct" in info:
+    if info.get("correct") is not None:
         info["correct"] = _flag(agent, 'info["correct"]', info["correct"])
     return replace(step, reward=float(reward), info=info, **flags)
 

@@ -25,8 +25,8 @@ or another return value fails the whole batch; in an evaluation None for all com
 
 Reward: the sum of weight times value over the functions that apply. A completion to which none
 applies has no reward: it is left out of its group. `info["correct"]`, of which accuracy is the
-mean: the function `correct`, by default the first that applies, returned `threshold` or more. An
-evaluation leaves out completions to which `correct` does not apply. `info["reward_<name>"]` is the
+mean: the function `correct`, by default the first that applies, returned `threshold` or more.
+Completions to which `correct` does not apply are left out. `info["reward_<name>"]` is the
 value of a function, `info["weight_<name>"]` its weight if that is not 1, `info["row"]` FILE:LINE.
 
 `tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
@@ -197,7 +197,7 @@ class Rewarded(Env):
                 for i, step in zip(indices, row_steps, strict=True):
                     steps[i] = step
         if len(steps) > 1 and batch[0].is_evaluation and {*map(type, steps)} == {NoReward}:
-            names = ", ".join(name for name, *_ in batch[0].functions)
+            names = batch[0].correct or ", ".join(name for name, *_ in batch[0].functions)
             raise EnvFailure(f"{names} returned None for all completions")
         return steps
 
@@ -206,9 +206,9 @@ class Rewarded(Env):
         functions that apply; `logged`: by log_extra and log_metric."""
         deciding = self.correct or next(iter(values), "")  # function
         if not values or (self.is_evaluation and deciding not in values):
-            return NoReward(f"no function applies to the answer ({self.row.place})")
+            return NoReward(f"{self.correct or 'each function'} returned None ({self.row.place})")
         weights = {name: weight for name, _, weight in self.functions}
-        correct = deciding in values and values[deciding] >= self.threshold
+        correct = values[deciding] >= self.threshold if deciding in values else None
         info = {"row": self.row.place} | logged | {"correct": correct}
         info |= {f"reward_{name}": value for name, value in values.items()}
         info |= {f"weight_{name}": weight for name, weight in weights.items() if weight != 1}

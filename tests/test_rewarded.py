@@ -144,7 +144,7 @@ def globals_of(spec):
     ("sometimes halved", {"threshold": 0.5}, [1, 0.5, 1], [1, 1, 1]),
     ("halved accuracy", {"correct": "rewards.py:accuracy"}, [1.5, 0.5, 0.5], [1, 0, 0]),
     ("accuracy sometimes", {"weights": "1 0", "correct": "sometimes", "threshold": 0.5},
-     [1, 0, 0], [1, 0, 1]),
+     [1, 0, 0], [1, None, 1]),
     ("wrapped", {}, [3, 3, 3], [1, 1, 1]), ("array", {}, [0, 1, 2], [0, 1, 1]),
     ("meets meets", {}, [2, 2, 2], [1, 1, 1]), ("never", {}, [None] * 3, [None] * 3),
     ("array array", {"weights": "1 -2", "correct": "array_2"}, [0, -1, -2], [0, 1, 1]),
@@ -158,7 +158,7 @@ def test_the_reward_is_the_weighted_sum_of_the_functions_that_apply(
         if reward is None:
             assert isinstance(step, NoReward) and "rows.jsonl:1" in str(step)
         else:
-            assert step.reward == pytest.approx(reward) and step.info["correct"] is bool(correct)
+            assert step.reward == pytest.approx(reward) and step.info["correct"] == correct
             assert (step.done, step.message, step.info["row"]) == (True, None, "rows.jsonl:1")
     if "brief" in functions:
         assert steps[0].info["reward_brief"] == pytest.approx(0.8)
@@ -174,7 +174,7 @@ def test_an_evaluation_leaves_out_what_the_function_of_correct_does_not_apply_to
 
 @pytest.mark.parametrize(("functions", "error"), [
     ("two", "two: 2 rewards for 3"), ("nothing", "returned None, not a list of 3"),
-    ("never", "never returned None for all"), ("get_shorter", "this makes reward functions"),
+    ("zero never,correct=never", "^never returned"), ("get_shorter", "this makes reward functions"),
     ("is_down", "is_down: no judge"), ("zero,environment=rewards.py:Parts", "not a text"),
 ])  # fmt: skip
 def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
