@@ -143,8 +143,6 @@ def _load(algo: str) -> Any:
         if is_scratch and not all(part in text for part in PARTS):
             return importlib.import_module(WORKSHOP)  # imports the file when a run starts
         module = import_file(file)
-    except UsageError as error:
-        raise UsageError(f"--algo {algo}: {error}") from None
     except (Exception, SystemExit) as error:
         raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
     missing = [part for part in PARTS if not hasattr(module, part)]

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from environments.base import PLAYER, Env, EnvFailure, Message, MultiAgentEnv, UsageError
+from environments.base import PLAYER, Env, Message, MultiAgentEnv, UsageError
 from environments.parsing import prefill_of
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import EnvSpec, describe_error, list_envs, make
@@ -114,8 +114,7 @@ def execute(args: list[str]) -> int:
         print()  # after the prompt
         return 130
     except Exception as error:  # of the environment
-        text = error if isinstance(error, EnvFailure) else describe_error(error)
-        print(f"environments: {one_line(text)}", file=sys.stderr)
+        print(f"environments: {one_line(describe_error(error))}", file=sys.stderr)
         return 1
 
 

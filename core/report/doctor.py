@@ -18,7 +18,6 @@ from core.files.run_log import METRICS, ROLLOUTS, iter_records, read_records
 from core.results import Record, accuracy_of, mcnemar, never_right, return_of
 from core.settings import read_settings
 from core.terminal import cli
-from environments.plumbing.registry import relative
 from environments.plumbing.text import printable
 
 CLEAR = 0.05  # McNemar's p below which accuracy has changed
@@ -34,7 +33,7 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
     First come the warnings, causes before symptoms, then the accuracy on each environment, which
     has a next step only if there are no warnings.
     """
-    spec = relative(str([*config.get("env", ()), "SPEC"][0]))
+    spec = str([*config.get("env", ()), "SPEC"][0]).replace(f"{Path.cwd().as_posix()}/", "")
     sentences: list[tuple[str, str]] = []
     warnings = sorted(results.logged_warnings(records), key=lambda row: row[0] in SYMPTOM_NAMES)
     for name, updates, message in warnings:

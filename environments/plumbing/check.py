@@ -100,7 +100,7 @@ def check_env(spec: str, num_seeds: int = 20, other_process: bool = True) -> Rep
         try:
             check()
         except (Exception, SystemExit) as error:
-            report.problems.append(f"{name}: {_message_of(error)}")
+            report.problems.append(f"{name}: {describe_error(error)}")
     env.close()
     return report
 
@@ -193,7 +193,7 @@ def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
             _play(report, env, seed, _always(text), max_turns=3)
         except (Exception, SystemExit) as error:
             response = f"response {text[:30]!a} of {len(text)} characters"
-            raise UsageError(f"{response}: {_message_of(error)}") from error
+            raise UsageError(f"{response}: {describe_error(error)}") from error
 
 
 def _check_openings(report: Report, env: MultiAgentEnv) -> None:
@@ -243,7 +243,3 @@ def _reset(env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
     if not openings or not all(openings.values()):
         raise UsageError(f"reset({seed}) returned no messages")
     return openings
-
-
-def _message_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, UsageError) else describe_error(error)

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from environments.base import Env, MultiAgentEnv, RunInfo, UsageError
+from environments.base import Env, EnvFailure, MultiAgentEnv, RunInfo, UsageError
 from environments.plumbing.options import convert, key_value_pairs, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
@@ -276,8 +276,7 @@ def make(spec: str | EnvSpec) -> Env | MultiAgentEnv:
             raise UsageError(f"an opponent needs an environment that names its `agents`: {example}")
         return env
     except Exception as error:
-        text = str(error) if isinstance(error, UsageError) else describe_error(error)
-        raise UsageError(f"--env {spec}: {text}") from error
+        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
 
 
 def absolute(spec: str | EnvSpec) -> EnvSpec:
@@ -290,11 +289,6 @@ def absolute(spec: str | EnvSpec) -> EnvSpec:
         return Path(file).as_posix() if is_path and os.path.exists(file) else path
 
     return EnvSpec.read(spec).with_paths(make_absolute)
-
-
-def relative(text: str) -> str:
-    """The text of a spec with relative paths for files in the current folder."""
-    return text.replace(f"{Path.cwd().as_posix()}/", "")
 
 
 def short_names(specs: Iterable[str | EnvSpec]) -> str:
@@ -350,8 +344,6 @@ def import_source(source: str) -> ModuleType:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         return importlib.import_module(source)
-    except UsageError:
-        raise
     except (Exception, SystemExit) as error:
         text = describe_error(error)
         if "relative import" in text and source.endswith(".py"):
@@ -361,7 +353,9 @@ def import_source(source: str) -> ModuleType:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error in one line, with the file and the line of code that raised it."""
+    """The error in one line, with the file and line that raised it unless it speaks for itself."""
+    if isinstance(error, UsageError | EnvFailure):
+        return str(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     return text if isinstance(error, SyntaxError) else text + place_of(error)  # it has its place
 

@@ -48,8 +48,7 @@ def main(run: str, *zero_on: str) -> None:
         failure = failure_in(error, exceptions)
         output, code = 2, EX_TEMPFAIL if failure else 1
         cause = failure or error
-        is_text = isinstance(cause, UsageError | EnvFailure)
-        last_line = one_line(str(cause) if is_text else describe_error(cause))
+        last_line = one_line(describe_error(cause))
     if os.getpid() == pid:  # a process that the function has forked writes nothing
         with open(output, "wb") as file:
             file.write(f"\n{last_line}\n".encode(errors="replace"))
