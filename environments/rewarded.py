@@ -72,6 +72,7 @@ from environments.base import (
     UsageError,
     is_held_out,
 )
+OF_CHATS = '; where prompts are messages, the text of a completion is completion[0]["content"]'
 from environments.parsing import prefill_of, user
 from environments.plumbing import event_loop
 from environments.plumbing.dataset import Row, read_rows
@@ -463,8 +464,8 @@ def _named(name: str, row: PlacedRow | None) -> Iterator[None]:
     except EnvFailure as error:
         raise EnvFailure(f"{name}: {error}") from error
     except Exception as error:
-        columns = f"; columns: {', '.join(row or [])}"
-        hints = {"string indices": OF_TEXTS, "SimpleNamespace": OF_STATE, " required ": columns}
+        hints = {"string indices": OF_TEXTS, "'list'": OF_CHATS, "SimpleNamespace": OF_STATE}
+        hints[" required "] = f"; columns: {', '.join(row or [])}"
         hint = next((hints[part] for part in hints if part in str(error)), "")
         place = f" ({row.place})" if row else ""
         text = f"{name}: {type(error).__name__}: {error!s:.200}{hint}{place}"

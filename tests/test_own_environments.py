@@ -149,13 +149,16 @@ def test_files_are_modules_of_their_own(place):
     ("broken.py:Maze", "broken.py, line 2"),
     ("my_envs/inside.py:Maze", "name my_envs.inside:NAME"),
     ("games.py:Maze:plain=5", "size, level"),
+    ("my_envs/parts/c.py:Maze", "/home, name my_envs.parts.c:NAME"),
     ("typed:depth=1,depth=1", "key=value"), ("typed:mode=medium", "easy, hard"),
     ("typed:sizes=[3,x]", "list[int]"),
     ("typed:loud=5", "bool"), ("typed:rate=nan", "float"),
 ])  # fmt: skip
 def test_a_wrong_spec_is_one_line(place, spec, words):
     (place / "broken.py").write_text("x = 1\ndef f(:\n")
-    (place / "my_envs/inside.py").write_text("from .games import Maze\n")
+    (place / "my_envs/parts").mkdir()
+    for file, dots in (("inside", "."), ("parts/c", "..")):
+        (place / f"my_envs/{file}.py").write_text(f"from {dots}games import Maze\n")
     with pytest.raises(UsageError) as error:
         make(spec)
     assert "\n" not in str(error.value) and words in str(error.value)

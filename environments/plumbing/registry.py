@@ -348,7 +348,11 @@ def import_source(source: str) -> ModuleType:
         text = describe_error(error)
         if "relative import" in text and source.endswith(".py"):
             file = Path(source).resolve()
-            text += f"; in {file.parents[1]}, name {file.parent.name}.{file.stem}:NAME in its place"
+            level = len(
+                max(re.findall(r"(?m)^\s*from +(\.+)", file.read_text("utf-8")), default=".")
+            )
+            module = ".".join([*file.parts[-level - 1 : -1], file.stem])
+            text += f"; in {file.parents[level]}, name {module}:NAME in its place"
         raise UsageError(text) from error
 
 
