@@ -94,7 +94,7 @@ def evaluated(record: Record, metric: str = "accuracy") -> list[str]:
 def before_after(records: Sequence[Record]) -> list[tuple[str, Record, Record]]:
     """For each environment evaluated: its name, and the first and last records that evaluate it.
 
-    Evaluations before the last change of an environment's file do not count.
+    Evaluations before the last change of an environment do not count.
     """
     edits = [i for i, r in enumerate(records) if "changed_code" in (r.get("warnings") or {})]
     evaluations = [r for r in records[max(edits, default=0) :] if evaluated(r)]

@@ -165,7 +165,7 @@ def by_flag(settings: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             flat |= {f"{name}.{key}": option for key, option in value.items()}
         elif name in ("env", "eval_env"):
-            flat[name] = [EnvSpec.read(env).short for env in value]
+            flat[name] = [EnvSpec.read(env).without_folders for env in value]
         else:
             flat[name] = name_of(value) if name == "algo" else value
     return flat

@@ -95,17 +95,6 @@ def test_the_third_unreadable_action_ends_the_episode(spec):
         assert steps[2].info["invalid"] is True and steps[2].info["correct"] is False
 
 
-@pytest.mark.parametrize("spec", [
-    "letter_counting:difficulty=11", "reverse:length=51", "tic_tac_toe:opponent=human",
-    "iterated_game:rounds=0", "math_qa:data=gsm9k", "calculator:digits=10",
-    "reward_hacking:proxy_weight=2", "wikipedia_maze:n_hops=7",
-])  # fmt: skip
-def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
-    with pytest.raises(UsageError) as error:
-        make(spec)
-    assert "\n" not in str(error.value) and spec in str(error.value)
-
-
 @pytest.mark.parametrize("name", sorted(LIBRARIES))
 def test_a_missing_library_is_a_usage_error_with_the_install_command(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)

@@ -154,6 +154,9 @@ def test_files_are_modules_of_their_own(place):
     ("typed:sizes=[3,x]", "list[int]"),
     ("typed:loud=5", "bool"), ("typed:rate=nan", "float"),
 ])  # fmt: skip
+    *[(spec, spec) for spec in """letter_counting:difficulty=11 tic_tac_toe:opponent=human
+        reverse:length=51 iterated_game:rounds=0 math_qa:data=gsm9k calculator:digits=10
+        reward_hacking:proxy_weight=2 wikipedia_maze:n_hops=7""".split()],
 def test_a_wrong_spec_is_one_line(place, spec, words):
     (place / "broken.py").write_text("x = 1\ndef f(:\n")
     (place / "my_envs/parts").mkdir()

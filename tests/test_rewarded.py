@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import load_small
+from conftest import SMALL, load_small, metrics_of
 from test_environments_readme import block
 from test_episodes import Scripted
 
@@ -19,7 +19,7 @@ from core.tasks import Task, eval_tasks
 from core.tiny import PRETRAINED, write_tiny
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
-from environments.plumbing.registry import absolute, make
+from environments.plumbing.registry import EnvSpec, absolute, import_source, make
 from environments.plumbing.tools import call_text
 from environments.rewarded import Rewarded, of_objects
 
@@ -342,6 +342,31 @@ def test_values_are_those_of_the_file(datasets):
     ("data=bad.jsonl,reward=rewards.py:two", "line 2"),
     ("data=odd.jsonl,reward=rewards.py:two", "row 2: {'a': 1} in 'prompt'"),
     ("data=rows.jsonl,prompt=question,reward=rewards.py:two", "prompt, answer, n"),
+def test_a_change_of_what_a_spec_names_is_seen(datasets):
+    code, cell, seen = "def right(completions): return [{}.0]", {"__name__": "cell"}, []
+    for n in (0, 0, 1):
+        Path("judges.py").write_text(code.format(n))
+        import_source("judges")
+        exec(code.format(n), cell)
+        datasets.Dataset.from_list([{"prompt": str(n)}]).save_to_disk("whole")
+        specs = [f"rewarded:reward={name}:right" for name in ("judges.py", "judges")]
+        specs += ["rewarded:data=./whole", of_objects("a.jsonl", cell["right"])]
+        seen.append([EnvSpec.read(spec).checksum() for spec in specs])
+    assert seen[0] == seen[1] and all(a != b for a, b in zip(seen[1], seen[2], strict=True))
+
+
+def test_a_run_with_another_threshold_does_not_learn(command):
+    specs = [spec_of("zero", name="x", threshold=threshold) for threshold in (1, 0)]
+    assert command("--env", specs[0], *SMALL, "--run-name", "a")[0] == 0
+    _, out, _ = command("--resume", "runs/a", "--num-updates", 2, "--env", specs[1])
+    changes = (
+        f"env ['{specs[0]}'] -> ['{specs[1]}'], num_updates 1 -> 2, options, code or data of x"
+    )
+    assert f"changed at this resume: {changes}\n" in out
+    assert "before and after are not compared" in out and "It learns" not in out
+    assert metrics_of("runs/a")[2]["eval/x/p_value"] == 1.0
+
+
     ("data=empty.jsonl,reward=rewards.py:two", "no rows"),
 ])  # fmt: skip
 def test_an_invalid_option_is_one_line(options, words):

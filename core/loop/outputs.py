@@ -36,7 +36,7 @@ def open_outputs(
     if FOLDER not in algorithm.file.parents:  # a file of the user's
         with suppress(shutil.SameFileError):
             shutil.copy(algorithm.file, log_dir)
-    note_changed_files(cfg, progress)
+    changes += note_changes(cfg, progress)
     algo = title_of(cfg.algo, algorithm.variant or cfg.options.loss_type)
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
     title = f"picoRL · {algo} · {short_names(cfg.env)} · {policy.size()}{ranks}"
@@ -59,14 +59,15 @@ def changed_settings(folder: Path, settings: Record) -> list[str]:
     return [f"{name} {old[name]} -> {new[name]}" for name in changed]
 
 
-def note_changed_files(cfg: Config, progress: Record) -> None:
-    """Stores checksums of the environments' files, and a warning if one has changed: then its tasks
-    may be others, so later evaluations are compared with the first one after the change."""
+def note_changes(cfg: Config, progress: Record) -> list[str]:
+    """Stores checksums of the environments, and a warning if one has changed: later evaluations are
+    then compared with the first one after the change. Returns what has changed."""
     checksums = {env.short: env.checksum() for env in (*cfg.env, *cfg.eval_env)}
-    before = progress.get("files", {})
+    before = progress.get("checksums", {})
     changed = [env for env, checksum in checksums.items() if before.get(env, checksum) != checksum]
+    progress["checksums"] = checksums
+    change = f"options, code or data of {', '.join(changed)}"
     if changed:
         progress |= {"first_correct": {}, "first_returns": {}}
-        consequence = "accuracies before and after are of different tasks"
-        progress["changed_code"] = f"a file of {', '.join(changed)} has changed: {consequence}"
-    progress["files"] = checksums
+        progress["changed_code"] = f"{change}: accuracies before and after are not compared"
+    return [change] if changed else []

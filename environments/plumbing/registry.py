@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from environments.base import Env, EnvFailure, MultiAgentEnv, RunInfo, UsageError
@@ -62,6 +62,8 @@ FILE = re.compile(r"(.+?\.py)((?::.*)?)", re.DOTALL)  # FILE.py or FILE.py:name
 # Of an option: a text in quotes, or what stands between spaces, commas and brackets
 WORD = re.compile(r"""(?s)"[^"]*"|'[^']*'|[^\s,\[\]{}"']+""")
 HERE = str(Path(__file__).parent.parent)
+OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__", "__wrapped__")
+OF_FOLDER = (".json", ".jsonl", ".csv", ".parquet")  # files with data
 OUR_FILES = ("../core", "adapters", "plumbing", "base.py", "math_qa.py", "rewarded.py")
 # Beginnings of the paths of code in which a user does not look for the cause of an error
 NOT_OF_USER = (
@@ -144,12 +146,15 @@ class EnvSpec:
         return f"{self.name}:{options}" if options else self.name
 
     @cached_property
-    def short(self) -> str:
-        """The name in titles and metrics: the option `name` of `rewarded`, or the spec without the
-        folders of absolute paths."""
-        if self.name == "rewarded" and (name := self.options.get("name")):
-            return unquoted(name)
+    def without_folders(self) -> str:
+        """The spec without the folders of absolute paths: the same after its files have moved."""
         return str(self.with_paths(lambda path, key: short_path(path, 1 + (key == "opponent"))))
+
+    @property
+    def short(self) -> str:
+        """The name in titles and metrics: the option `name` of `rewarded`, or `without_folders`."""
+        name = self.options.get("name") if self.name == "rewarded" else ""
+        return unquoted(name) if name else self.without_folders
 
     def with_paths(self, change: Callable[[str, str], str]) -> "EnvSpec":
         """Replaces each path by `change(path, option)`: each FILE.py but those in `command=`, and
@@ -174,16 +179,26 @@ class EnvSpec:
         return EnvSpec(in_word(self.name, ""), options)
 
     def checksum(self) -> int:
-        """A checksum of the contents of the files that the spec names."""
-        contents: list[bytes] = []
+        """A checksum of the options, and of the files and the code that they name."""
+        files = list[Path]()
+        codes = [self.without_folders, code_of(ENVIRONMENTS.get(self.name))]
 
-        def note(path: str, _: str) -> str:
-            if os.path.isfile(path):
-                contents.append(Path(path).read_bytes())
+        def note(path: str, key: str) -> str:
+            files.append(Path(path))
+            if key == "data" and path:  # of a folder; its state.json stands for .arrow files
+                files.extend(f for f in sorted(Path(path).rglob("*")) if f.suffix in OF_FOLDER)
             return path
 
         self.with_paths(note)
-        return zlib.crc32(b"".join(contents))
+        for source, name in re.findall(r"([\w.]+):(\w+)", str(self)):
+            module = sys.modules.get(source)
+            value = OBJECTS.get(name) if source == "python" else getattr(module, name, None)
+            if callable(value):
+                codes += [code_of(value), code_of(getattr(value, "func", type(value)))]
+            if source != "__main__":
+                files.append(Path(getattr(module, "__file__", None) or ""))
+        contents = [file.read_bytes() for file in files if file.is_file()]
+        return zlib.crc32(b"".join([repr(codes).encode(), *contents]))
 
     @property
     def opponent(self) -> str:
@@ -354,6 +369,24 @@ def import_source(source: str) -> ModuleType:
             module = ".".join([*file.parts[-level - 1 : -1], file.stem])
             text += f"; in {file.parents[level]}, name {module}:NAME in its place"
         raise UsageError(text) from error
+
+
+def code_of(value: Any) -> str:
+    """What a function or the methods of a class do, as a text that is the same in each process."""
+    parts: list[Any] = [getattr(value, key) for key in OF_FUNCTION if hasattr(value, key)]
+    if isinstance(value, CodeType):
+        parts = [value.co_code, value.co_names, *value.co_consts]
+    elif isinstance(value, type):
+        parts = [part for part in vars(value).values() if inspect.isroutine(part)]
+    return repr([*map(code_of, parts)] or content_of(value))
+
+
+def content_of(value: Any) -> Any:
+    """An object as JSON can have it, the same in each process: a set in order, no address."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    text = re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))
+    return value.tolist() if hasattr(value, "tolist") else text  # of an array
 
 
 def describe_error(error: BaseException) -> str:
