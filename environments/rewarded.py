@@ -298,6 +298,8 @@ def load(
     Raises UsageError if there are no rows, or if a row has no prompt, unless `prompt_is_optional`.
     """
     rows, texts = list[PlacedRow](), list[str]()
+        if {None} & {*row}:  # of a CSV
+            raise UsageError(f"{data}, row {number}: more values than the header has names")
     for number, row in read_rows(data, config, split):
         rows.append(PlacedRow(row))
         rows[-1].place = f"{os.path.basename(data)}:{number}"

@@ -303,7 +303,8 @@ def test_local_files_of_other_kinds_are_rows_too(datasets):
         assert found == [row | {"n": str(row["n"])} if of_text else row for row in expected]
         assert [row.place for row in found] == [f"{file}:{int(row['n']) + 1}" for row in found]
     assert make(spec_of("two", "splits", split="test")).train == ROWS[:1]
-    for file in ("splits", "a.json", "a.jsonl", "a.csv", "a.parquet", "./none"):
+    rows = of_objects(ROWS, "").partition("data=")[2].partition(",")[0]
+    for file in [rows, *"splits splits/train a.json a.jsonl a.csv a.parquet ./none".split()]:
         with pytest.raises(UsageError, match=r"has no split 'dev'|no file or folder"):
             make(spec_of("two", file, split="dev"))
 
@@ -376,11 +377,15 @@ def test_an_invalid_option_is_one_line(options, words):
     with pytest.raises(UsageError) as error:
         make(f"rewarded:{options}")
     assert words in str(error.value) and "\n" not in str(error.value)
+    ("data=pointer.parquet,reward=rewards.py:two", "git lfs pull"),
+    ("data=ragged.csv,reward=rewards.py:two", "row 2: more values"),
 
 
 OF_TINY = "<|user|>{}<|end|><|assistant|>Let me think.<think>"
 
 
+    Path("pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
+    Path("ragged.csv").write_text("prompt\na\nb,c\n")
 def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
     """As in TRL; with the template around it, it would be rendered twice."""
     policy = load_small(PRETRAINED)

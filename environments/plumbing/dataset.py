@@ -24,12 +24,15 @@ def read_rows(data: str, configuration: str, split: str) -> list[tuple[int, Row]
     Raises UsageError for what is no such file, folder or split, naming the line.
     """
     if data.startswith("python:"):
+    if split != "train" and (data.startswith("python:") or data.endswith(FILES)):
+        raise UsageError(f"{data} has no split {split!r}: it is one table")
         return [*enumerate(import_attribute(data), 1)]
     if not data.endswith(FILES):
         return [*enumerate(read_hub(os.path.expanduser(data), configuration or None, split), 1)]
     file = find_file(data)
-    if split != "train":
-        raise UsageError(f"{data} has no split {split!r}: it is one file")
+    with file.open("rb") as start:
+        if start.read(23) == b"version https://git-lfs":
+            raise UsageError(f"{data} is a pointer of Git LFS: run git lfs pull in its folder")
     if data.endswith((".jsonl", ".json")):
         return _read_json(file)
     if data.endswith((".csv", ".tsv")):
@@ -50,12 +53,11 @@ def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
             return _as_stored(datasets.load_dataset(path, configuration, split=split))
         except (ConnectionError, FileNotFoundError) as error:
             raise UsageError(f"no file or folder {path} with data is here; {error}") from error
-    rows = datasets.load_from_disk(path)
-    if isinstance(rows, dict):
-        if split not in rows:
-            raise UsageError(f"{path} has no split {split!r}; it has {', '.join(rows)}")
-        rows = rows[split]
-    return _as_stored(rows)
+    loaded = datasets.load_from_disk(path)
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    if split not in splits:
+        raise UsageError(f"{path} has no split {split!r}; it has {', '.join(splits)}")
+    return as_stored(splits[split])
 
 
 def _read_json(file: Path) -> list[tuple[int, Row]]:
