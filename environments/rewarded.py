@@ -214,6 +214,7 @@ class Rewarded(Env):
         info |= {f"reward_{name}": value for name, value in values.items()}
         info |= {f"weight_{name}": weight for name, weight in weights.items() if weight != 1}
         return Step(None, sum(weights[name] * values[name] for name in values), True, info)
+    given = set[str]()  # names of functions in this call
 
 
 def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
@@ -236,11 +237,14 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
     def as_option(value: Any) -> str:
         if isinstance(value, list | tuple):
             return " ".join(map(as_option, value))
+        given.add(name)
         if not callable(value):
             return str(value)
         name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
         name = name if name.isidentifier() else "reward"  # of a lambda
-        while not _is_same_function(OBJECTS.get(name, value), value):
+        while (old := OBJECTS.get(name, value)) != value and (
+            name in given or not _has_run_again(old, value)
+        ):
             name += "_2"
         OBJECTS[name] = value
         return f"python:{name}"
@@ -249,13 +253,16 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
     return "rewarded:" + ",".join(f"{key}={as_option(value)}" for key, value in values.items())
 
 
-def _is_same_function(old: Any, new: Any) -> bool:
-    """Whether both are one function, or `new` is `old` after its notebook cell ran again: it has
-    the name and another code object. Functions made in a loop share their code object."""
-    old_name, new_name = ((f.__module__, getattr(f, "__qualname__", "<")) for f in (old, new))
-    is_named = old_name == new_name and "<" not in new_name[1]  # no lambda, no local function
-    is_run_again = is_named and getattr(old, "__code__", old) is not getattr(new, "__code__", new)
-    return is_run_again or bool(old == new)
+def _has_run_again(old: Any, new: Any) -> bool:
+    """Whether `new` is `old` after its notebook cell ran again: it has the name, the decorator and
+    another code object. Functions made in a loop share their code object."""
+    undecorated = inspect.unwrap(old), inspect.unwrap(new)
+    codes = [getattr(f, "__code__", f) for f in (old, new, *undecorated)]
+    names = [getattr(code, "co_qualname", "<") for code in codes]  # with <: lambda, local function
+    has_name = (
+        names[::2] == names[1::2] and "<" not in names[2] and old.__module__ == new.__module__
+    )
+    return has_name and codes[2] is not codes[3]
 
 
 def begin_run(info: RunInfo) -> None:

@@ -1,5 +1,6 @@
 """`rewarded`: rows of a file or of the hub, and reward functions with TRL's signature."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -216,15 +217,18 @@ class Judge:
 
 
 def test_functions_of_one_name_are_different_ones_but_for_a_cell_that_runs_again():
-    one, again, made, judges = {}, {}, {}, [Judge(), Judge()]
-    for cell in (one, again):
+    cells, made, judges = [{}, {}], {}, [Judge(), Judge()]
+    for cell in cells:
         exec("def judge(completions): return [1.0]", {"__name__": "cell"}, cell)
     loop = "for n in (0, 1):\n  def judge(completions, n=n): return [n]\n  made[n] = judge"
     exec(loop, {"__name__": "loop", "made": made})
-    assert of_objects(ROWS, one["judge"]) == of_objects(ROWS, again["judge"])
-    assert of_objects(ROWS, judges[0].score) == of_objects(ROWS, judges[0].score)
-    assert of_objects(ROWS, judges[0].score) != of_objects(ROWS, judges[1].score)
-    assert of_objects(ROWS, made[0]) != of_objects(ROWS, made[1])
+    again = [cell["judge"] for cell in cells]
+    negative = [functools.wraps(f)(lambda completions: [-1.0]) for f in again]
+    assert of_objects(ROWS, again).endswith("reward=python:judge python:judge_2")
+    for same in (again, negative, [judges[0].score] * 2):
+        assert len({of_objects(ROWS, f) for f in same}) == 1
+    for different in ([again[1], negative[0]], [judge.score for judge in judges], made.values()):
+        assert len({of_objects(ROWS, f) for f in different}) == 2
 
 
 @pytest.mark.parametrize(("texts", "num_held_out"), [
