@@ -358,8 +358,10 @@ def num_held_out(spec: EnvSpec) -> int:
     return len(load(*source, bool(options["environment"]))[1])
 
 
-def _as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=repr)
+def _as_json(task: Any) -> str:
+    """Messages or a row as a text that identifies them, whatever their white space is."""
+    task = without_none(task, lambda text: " ".join(text.split()))
+    return json.dumps(task, sort_keys=True, default=content_of)
 
 
 def _get_rewards(environments: list[Any]) -> list[Any]:

@@ -250,12 +250,14 @@ def test_rows_are_split_by_content():
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
     tasks = eval_tasks([spec_of("zero"), "letter_counting"], 256)  # each row once
     assert len(tasks) == len(held_out) + 256
-    # white space makes no other prompt
-    programs = [f"if a:\n    b = {n}\n{indent}c()" for n in range(80) for indent in ("", "    ")]
-    write("shapes.jsonl", [{"prompt": text} for text in programs])
+    # white space makes no other prompt, nor does a key without a value
+    programs = [f"if a:\n    b = {n}\n{indent}c()" for n in range(160) for indent in ("", "    ")]
+    chats = [[USER | {"content": text, "name": None}] for text in programs[160:]]
+    chats[::2] = [[USER | {"content": text}] for text in programs[160::2]]
+    write("shapes.jsonl", [{"prompt": prompt} for prompt in programs[:160] + chats])
     env = make(spec_of("zero", "shapes.jsonl"))
-    used = [{" ".join(row["prompt"].split()) for row in rows} for rows in (env.train, env.test)]
-    assert len(env.train) + len(env.test) == 160 and not used[0] & used[1] and all(used)
+    used = [{re.findall(r"\d+", str(row))[0] for row in rows} for rows in (env.train, env.test)]
+    assert len(env.train) + len(env.test) == 320 and not used[0] & used[1] and all(used)
 
 
 def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_training():
