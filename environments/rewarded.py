@@ -29,17 +29,10 @@ mean: the function `correct`, by default the first that applies, returned `thres
 Completions to which `correct` does not apply are left out. `info["reward_<name>"]` is the
 value of a function, `info["weight_<name>"]` its weight if that is not 1, `info["row"]` FILE:LINE.
 
-`tools` and `environment` are TRL's `tools` and `environment_factory`: the policy may call the
-functions, and the public methods of an object that each episode has for itself. The object's
-`reset` gets the row and returns a text that ends the prompt, which a row may then lack; its
-`get_reward` is one more reward function, with the name of its class and the weight 1. Functions get
-these objects as `environments`, and completions (of messages) with calls and results, in OpenAI's
-form. They are called for each completion by itself, also where an episode is cut off between calls.
-
-Each prompt of an update is drawn from all rows. One prompt in eight is reserved for evaluation,
-decided by a hash of its text, or one row in eight if all have the same prompt. Where no row is left
-for training or for evaluation, all rows are for both. Where --eval-env names other data, both are
-used whole: let them have no prompt in common.
+`tools` and `environment` are TRL's `tools` and `environment_factory` (README.md): functions that
+the policy may call, and an object that each episode has for itself, whose `reset` may give the
+prompt. Reward functions are then called for each completion by itself, also where an episode is cut
+off between calls, with `environments`, and with calls and results in OpenAI's form.
 """
 
 import asyncio
@@ -72,14 +65,14 @@ from environments.base import (
     UsageError,
     is_held_out,
 )
-OF_CHATS = '; where prompts are messages, the text of a completion is completion[0]["content"]'
 from environments.parsing import prefill_of, user
 from environments.plumbing import event_loop
-from environments.plumbing.dataset import Row, read_rows
-from environments.plumbing.registry import OBJECTS, EnvSpec, import_attribute
+from environments.plumbing.dataset import Row, as_stored, read_rows, without_none
+from environments.plumbing.registry import OBJECTS, EnvSpec, content_of, import_attribute
 
 RUN = RunInfo((), ())  # the run of this process; before a run begins all data is divided
 OF_TEXTS = "; as the prompts are texts, so are completions: make each prompt a list of messages"
+OF_CHATS = '; where prompts are messages, the text of a completion is completion[0]["content"]'
 OF_MAKER = "; as this makes reward functions, write `made = ..`, a call of it, and name made"
 OF_STATE = "; trainer_state has global_step, max_steps, epoch and is_world_process_zero"
 
@@ -87,11 +80,9 @@ OF_STATE = "; trainer_state has global_step, max_steps, epoch and is_world_proce
 class Rewarded(Env):
     """`data`: FILE.jsonl, .json, .csv, .parquet, a data set of the hub or a folder with one, with
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
-    FILE.py:name or module:name; `weights`: of the functions, by default 1; `correct`: the name of
-    the function in `reward` that decides whether a response is right, by returning `threshold` or
-    more; `raw`: a prompt that is a text is tokenized as it is, without the chat template; `name`:
-    of this environment, in titles and metrics; `tools`: functions that the policy may call;
-    `environment`: a class as TRL's `environment_factory`, whose methods are tools."""
+    FILE.py:name or module:name; `weights`: of the functions, by default 1; `raw`: a prompt that is
+    a text is tokenized as it is, without the chat template; `name`: of this environment, in titles
+    and metrics. The head of this file has the others."""
 
     judges_calls = True  # also judges an episode that is cut off after calls of tools
 
@@ -214,7 +205,6 @@ class Rewarded(Env):
         info |= {f"reward_{name}": value for name, value in values.items()}
         info |= {f"weight_{name}": weight for name, weight in weights.items() if weight != 1}
         return Step(None, sum(weights[name] * values[name] for name in values), True, info)
-    given = set[str]()  # names of functions in this call
 
 
 def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
@@ -224,20 +214,21 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
     also be a text as in a spec. `options`: the others of `rewarded`, such as weights=[1, 0.2] or
     tools=[multiply]. Raises UsageError if `data` is anything else.
     """
+    given = set[str]()  # names of functions in this call
     if not isinstance(data, str):
         try:
-            rows = [*map(dict, data)] if len(data) else []
-        except (TypeError, ValueError):
+            is_stored = hasattr(data, "with_format") and data.format["type"] is None
+            rows = as_stored(data) if is_stored else [*map(dict, data)] if len(data) else []
+        except (AttributeError, TypeError, ValueError):
             needed = 'a list of dicts or a datasets.Dataset, of a DatasetDict such as data["train"]'
             raise UsageError(f"data=: give {needed}") from None
         # equal rows have the same name in a later call, so that call resumes the run
-        name = f"rows_{zlib.crc32(json.dumps(rows, default=repr).encode()):08x}"
+        name = f"rows_{zlib.crc32(json.dumps(rows, default=content_of).encode()):08x}"
         OBJECTS[name], data = rows, f"python:{name}"
 
     def as_option(value: Any) -> str:
         if isinstance(value, list | tuple):
             return " ".join(map(as_option, value))
-        given.add(name)
         if not callable(value):
             return str(value)
         name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
@@ -246,6 +237,7 @@ def of_objects(data: Any = None, reward: Any = (), **options: Any) -> str:
             name in given or not _has_run_again(old, value)
         ):
             name += "_2"
+        given.add(name)
         OBJECTS[name] = value
         return f"python:{name}"
 
@@ -299,17 +291,15 @@ def load(
     """Returns the rows for training, the rows for evaluation, and the names of all columns but
     `prompt`.
 
-    Data on which the run both trains and evaluates is divided by the text of the column `prompt`;
-    if `prompt` is "" or all rows have the same one, by all columns, as JSON. If no row is left for
-    training or for evaluation, `load` says so and uses all rows for both. Other data is used whole.
-    Raises UsageError if there are no rows, or if a row has no prompt, unless `prompt_is_optional`.
+    README.md says how data is divided; by all columns if `prompt` is "". Raises UsageError if there
+    are no rows, or if a row has no prompt, unless `prompt_is_optional`.
     """
     rows, texts = list[PlacedRow](), list[str]()
-        if {None} & {*row}:  # of a CSV
-            raise UsageError(f"{data}, row {number}: more values than the header has names")
     for number, row in read_rows(data, config, split):
         rows.append(PlacedRow(row))
         rows[-1].place = f"{os.path.basename(data)}:{number}"
+        if {None} & {*row}:  # of a CSV
+            raise UsageError(f"{data}, row {number}: more values than the header has names")
         task: Any = row
         if prompt and (prompt in row or not prompt_is_optional):
             task = row.get(prompt)

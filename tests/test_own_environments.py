@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import pytest
 import yaml
 from conftest import SMALL
@@ -148,15 +149,15 @@ def test_files_are_modules_of_their_own(place):
     ("games.py:Maze:size=9", "KeyError: 9 (games.py, line 7)"),
     ("broken.py:Maze", "broken.py, line 2"),
     ("my_envs/inside.py:Maze", "name my_envs.inside:NAME"),
-    ("games.py:Maze:plain=5", "size, level"),
     ("my_envs/parts/c.py:Maze", "/home, name my_envs.parts.c:NAME"),
+    ("games.py:Maze:plain=5", "size, level"),
     ("typed:depth=1,depth=1", "key=value"), ("typed:mode=medium", "easy, hard"),
     ("typed:sizes=[3,x]", "list[int]"),
     ("typed:loud=5", "bool"), ("typed:rate=nan", "float"),
-])  # fmt: skip
     *[(spec, spec) for spec in """letter_counting:difficulty=11 tic_tac_toe:opponent=human
         reverse:length=51 iterated_game:rounds=0 math_qa:data=gsm9k calculator:digits=10
         reward_hacking:proxy_weight=2 wikipedia_maze:n_hops=7""".split()],
+])  # fmt: skip
 def test_a_wrong_spec_is_one_line(place, spec, words):
     (place / "broken.py").write_text("x = 1\ndef f(:\n")
     (place / "my_envs/parts").mkdir()
@@ -310,6 +311,8 @@ def test_rows_and_reward_functions_are_given_as_objects_of_python(place):
     assert spec == (f"rewarded:data={name},reward=python:brief python:brief_2 python:Judge "
                     "python:reward,weights=1 0 2 4,correct=python:Judge,threshold=0.5")  # fmt: skip
     assert spec == of_objects([*map(dict, ROWS)], **options, threshold=0.5)  # the same rows
+    first, same, other = ([{"by": Judge(), "of": numpy.arange(2000) == n}] for n in (900, 900, 901))
+    assert of_objects(first, "") == of_objects(same, "") != of_objects(other, "")
     env = make(spec)
     env.reset(0)
     step = env.step("12345678")

@@ -333,6 +333,8 @@ def test_values_are_those_of_the_file(datasets):
     pictures.cast_column("image", datasets.Image()).to_parquet("a.parquet")
     write("a.jsonl", rows)
     parquet, lines = (make(spec_of("two", f"a.{kind}")).train for kind in ("parquet", "jsonl"))
+    pictures = datasets.Dataset.from_parquet("a.parquet")
+    assert make(of_objects(pictures, "rewards.py:two")).train == parquet
     assert [row.pop("image") for row in parquet] == [{"bytes": b"none", "path": None}] * len(lines)
     assert parquet == lines
     own = {"data_files": "a.jsonl", "split": "train"}  # reads what differs from row to row as JSON
@@ -340,15 +342,6 @@ def test_values_are_those_of_the_file(datasets):
     assert make(spec_of("two", "b.parquet")).train == lines
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ("data=none.csv,reward=rewards.py:two", "no file none.csv"), ("data=rows.jsonl", "set data="),
-    ("data=rows.jsonl,reward=rewards.py:calls", "calls is no function"),
-    ("data=rows.jsonl,reward=rewards.py", "FILE.py:"),
-    ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
-    ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank"),
-    ("data=bad.jsonl,reward=rewards.py:two", "line 2"),
-    ("data=odd.jsonl,reward=rewards.py:two", "row 2: {'a': 1} in 'prompt'"),
-    ("data=rows.jsonl,prompt=question,reward=rewards.py:two", "prompt, answer, n"),
 def test_a_change_of_what_a_spec_names_is_seen(datasets):
     code, cell, seen = "def right(completions): return [{}.0]", {"__name__": "cell"}, []
     for n in (0, 0, 1):
@@ -374,24 +367,33 @@ def test_a_run_with_another_threshold_does_not_learn(command):
     assert metrics_of("runs/a")[2]["eval/x/p_value"] == 1.0
 
 
+@pytest.mark.parametrize(("options", "words"), [
+    ("data=none.csv,reward=rewards.py:two", "no file none.csv"), ("data=rows.jsonl", "set data="),
+    ("data=rows.jsonl,reward=rewards.py:calls", "calls is no function"),
+    ("data=rows.jsonl,reward=rewards.py", "FILE.py:"),
+    ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
+    ("data=rows.jsonl,reward=rewards.py:two,correct=rank", "correct=rank"),
+    ("data=bad.jsonl,reward=rewards.py:two", "line 2"),
+    ("data=odd.jsonl,reward=rewards.py:two", "row 2: {'a': 1} in 'prompt'"),
+    ("data=rows.jsonl,prompt=question,reward=rewards.py:two", "prompt, answer, n"),
     ("data=empty.jsonl,reward=rewards.py:two", "no rows"),
+    ("data=pointer.parquet,reward=rewards.py:two", "git lfs pull"),
+    ("data=ragged.csv,reward=rewards.py:two", "row 2: more values"),
 ])  # fmt: skip
 def test_an_invalid_option_is_one_line(options, words):
     write("bad.jsonl", [{"prompt": "a"}, [1]])
     write("odd.jsonl", [{"prompt": "a"}, {"prompt": {"a": 1}}])
     Path("empty.jsonl").touch()
+    Path("pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
+    Path("ragged.csv").write_text("prompt\na\nb,c\n")
     with pytest.raises(UsageError) as error:
         make(f"rewarded:{options}")
     assert words in str(error.value) and "\n" not in str(error.value)
-    ("data=pointer.parquet,reward=rewards.py:two", "git lfs pull"),
-    ("data=ragged.csv,reward=rewards.py:two", "row 2: more values"),
 
 
 OF_TINY = "<|user|>{}<|end|><|assistant|>Let me think.<think>"
 
 
-    Path("pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
-    Path("ragged.csv").write_text("prompt\na\nb,c\n")
 def test_a_raw_prompt_is_tokenized_as_it_is_and_alone():
     """As in TRL; with the template around it, it would be rendered twice."""
     policy = load_small(PRETRAINED)

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ def read_rows(data: str, configuration: str, split: str) -> list[tuple[int, Row]
 
     Raises UsageError for what is no such file, folder or split, naming the line.
     """
-    if data.startswith("python:"):
     if split != "train" and (data.startswith("python:") or data.endswith(FILES)):
         raise UsageError(f"{data} has no split {split!r}: it is one table")
+    if data.startswith("python:"):
         return [*enumerate(import_attribute(data), 1)]
     if not data.endswith(FILES):
         return [*enumerate(read_hub(os.path.expanduser(data), configuration or None, split), 1)]
@@ -41,7 +42,7 @@ def read_rows(data: str, configuration: str, split: str) -> list[tuple[int, Row]
             rows = csv.DictReader(lines, delimiter="\t" if data.endswith(".tsv") else ",")
             return [*enumerate(map(dict, rows), 1)]
     load = import_library("datasets").load_dataset
-    return [*enumerate(_as_stored(load(file.suffix[1:], data_files=str(file), split=split)), 1)]
+    return [*enumerate(as_stored(load(file.suffix[1:], data_files=str(file), split=split)), 1)]
 
 
 def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
@@ -50,7 +51,7 @@ def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
     datasets = import_library("datasets")
     if not any(os.path.exists(os.path.join(path, name)) for name in ("state.json", SPLITS)):
         try:
-            return _as_stored(datasets.load_dataset(path, configuration, split=split))
+            return as_stored(datasets.load_dataset(path, configuration, split=split))
         except (ConnectionError, FileNotFoundError) as error:
             raise UsageError(f"no file or folder {path} with data is here; {error}") from error
     loaded = datasets.load_from_disk(path)
@@ -78,7 +79,7 @@ def _read_json(file: Path) -> list[tuple[int, Row]]:
     return rows
 
 
-def _as_stored(rows: Any) -> list[Row]:
+def as_stored(rows: Any) -> list[Row]:
     """The rows of a `Dataset` as Arrow stores them, without decoding pictures and sounds. Arrow
     gives a message the keys of all others, with the value None: these are removed."""
     stored = [_decode_json(row, rows.features) for row in rows.with_format("arrow")[:].to_pylist()]
@@ -86,14 +87,17 @@ def _as_stored(rows: Any) -> list[Row]:
         for key, value in row.items():
             parts = value if isinstance(value, list) else []
             if parts and all(isinstance(part, dict) and "role" in part for part in parts):
-                row[key] = _without_none(value)
+                row[key] = without_none(value)
     return stored
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any, change: Callable[[str], str] = str) -> Any:
+    """Removes the keys of dicts whose value is None. `change`: of each text."""
     if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [*map(_without_none, value)] if isinstance(value, list) else value
+        return {key: without_none(part, change) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [without_none(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _decode_json(value: Any, feature: Any) -> Any:
