@@ -68,11 +68,11 @@ def test_rollout_metrics_by_hand():
     assert not {"info/note", "info/correct", "reported/steps"} & metrics.keys()
     assert rollout_metrics(Config(), rollouts[7:]) == {"tokens/sampled": 0}
     rollouts[0].agent = "O"  # another agent may begin
-    rollouts[6].info["correct"] = None  # nobody can tell
+    rollouts[5].info["correct"] = None  # nobody can tell
     metrics = rollout_metrics(Config(), rollouts)
-    correct = metrics["reward/correct"], metrics["groups/all_wrong"]
-    assert correct == (3 / 6, 2 / 4) and "groups/openings" not in metrics
-    assert "reward/correct" not in rollout_metrics(Config(), rollouts[6:])
+    correct = metrics["reward/correct"], metrics["groups/all_right"]
+    assert correct == (4 / 6, 3 / 4) and "groups/openings" not in metrics
+    assert "reward/correct" not in rollout_metrics(Config(), rollouts[5:6])
 
 
 def test_the_interval_of_wilson_and_the_p_of_mcnemar_by_hand():

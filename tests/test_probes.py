@@ -93,8 +93,8 @@ def test_turns_have_the_rewards_of_their_steps_and_begin_with_the_turn_before():
         "reward/miscounted": 0.25, "reward/misplaced": 2 / 8, "groups/history_lost": 1 / 3,
         "episodes/left_out": 1, "episodes/left_out_length": 3 / (9 / 4),
     }  # fmt: skip
-    moved.agent, right.steps, lost.error = "X", [], "TimeoutError"
-    found = probes.of_episodes(sampled, batch, correct=1 / 3)
+    moved.agent, moved.info, right.steps, lost.error = "X", {"correct": None}, [], "TimeoutError"
+    found = probes.of_episodes(sampled, batch, correct=1 / 2)
     assert found == {"reward/miscounted": 0, "reward/misplaced": 0}
 
 

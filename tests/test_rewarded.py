@@ -225,10 +225,10 @@ def test_functions_of_one_name_are_different_ones_but_for_a_cell_that_runs_again
     again = [cell["judge"] for cell in cells]
     negative = [functools.wraps(f)(lambda completions: [-1.0]) for f in again]
     assert of_objects(ROWS, again).endswith("reward=python:judge python:judge_2")
-    for same in (again, negative, [judges[0].score] * 2):
-        assert len({of_objects(ROWS, f) for f in same}) == 1
     for different in ([again[1], negative[0]], [judge.score for judge in judges], made.values()):
         assert len({of_objects(ROWS, f) for f in different}) == 2
+    for same in (again, negative, [judges[0].score] * 2):
+        assert len({of_objects(ROWS, f) for f in same}) == 1
 
 
 @pytest.mark.parametrize(("texts", "num_held_out"), [
