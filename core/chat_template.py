@@ -66,14 +66,6 @@ MARKER = 'Is 1 < 2 & "b"\n\n  at least \\é?'  # text that a template may not ch
 TODAY = "today"
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a template
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
-# (a mark that begins a turn, one that follows it), in the templates of many models
-MARKS = [
-    ("<|im_start|>", "<|im_end|>"),
-    ("<|start_header_id|>", "<|end_header_id|>"),
-    ("<start_of_turn>", "<end_of_turn>"),
-    ("<|user|>", "<|assistant|>"),
-    ("[INST]", "[/INST]"),
-]
 
 
 def prompt_ids(
@@ -140,11 +132,6 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> No
     except ValueError:
         raise UsageError(f"--template-options today={date}: write a date as 2026-01-31") from None
     tokenizer.template_options, tokenizer.today = variables, today  # type: ignore[attr-defined]
-
-
-def is_rendered(text: str) -> bool:
-    """Whether a text seems to contain the marks of a chat template, which would add its own."""
-    return any(text.lstrip().startswith(first) and second in text for first, second in MARKS)
 
 
 def check_template(tokenizer: Tokenizer, num_embeddings: int = sys.maxsize) -> int:

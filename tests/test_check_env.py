@@ -36,10 +36,10 @@ class Begun(Echo):
     """The answer begins with what the environment gives; `step` gets all of it."""
 
     def reset(self, seed):
-        return [*super().reset(seed), {"role": "assistant", "content": "It is "}]
+        return [*super().reset(seed), {"role": "assistant", "content": "="}]
 
     def step(self, response):
-        return super().step(response.removeprefix("It is ") * response.startswith("It is "))
+        return super().step(response.partition("=")[2])
 
 
 class Pair(MultiAgentEnv):
@@ -54,19 +54,6 @@ class Pair(MultiAgentEnv):
         return {agent: Step(None, 0.5, True, {"correct": True}) for agent in self.seats}
 
 
-class Duel(Pair):
-    """The agent that demonstrates does its best and loses."""
-
-    agents = ("a", "b")
-
-    def step(self, responses):
-        lost = {agent: text == "best" for agent, text in responses.items()}
-        return {a: Step(None, -lost[a], True, {"correct": not lost[a]}) for a in responses}
-
-    def demonstrate(self, agent, hasty=False):
-        return "worse" if hasty else "best"
-
-
 def ends(*step, **info):
     """`step` with this end."""
     return lambda self, response: Step(None, *step, info)
@@ -77,6 +64,14 @@ PROBLEMS = {
     "reserve tasks": (Echo, {"draw": lambda self, seed: random.Random(seed).randrange(1000)}),
     "could not convert string": (Echo, {"step": lambda self, text: Step(None, float(text), True)}),
     "step() never returned a Step for b": (Pair, {"seats": ("a",)}),
+    "chat template": (
+        Echo,
+        {
+            "reset": lambda self, seed: [
+                user("<|user|>" + Echo.reset(self, seed)[0]["content"] + "<|assistant|>")
+            ]
+        },
+    ),
     "b acts, but is not one of a": (Pair, {"agents": ("a",)}),
     "none of 3 demonstrations succeeds": (Echo, {"step": ends(1.0, True, correct=False)}),
 }
@@ -84,9 +79,17 @@ WARNINGS = {
     'without a bool info["correct"]': (Echo, {"step": ends(0.0, True)}),
     "none of 3 episodes of guesses succeeds": (Echo, {
         "step": lambda self, response: Step(user("again"), 0.0, False, {"correct": False}),
-        "demonstrate": lambda self, hasty=False: None,
+        "demonstrate": lambda self, hasty=False: "0" if hasty else None,
     }),
-    "none of 3 demonstrations": (Duel, {}),
+    "2 of 2 right answers are right with a wrong one, too": (Echo, {
+        "step": lambda self, text: Step(None, 1.0, True, {"correct": str(self.number) in text}),
+    }),
+    "none of 3 demonstrations": (Pair, {  # of the one that demonstrates; the other one is right
+        "agents": ("a", "b"),
+        "step": lambda self, texts: {
+            a: Step(None, 0.0, True, {"correct": text != "best"}) for a, text in texts.items()},
+        "demonstrate": lambda self, agent, hasty=False: "worse" if hasty else "best",
+    }),
 }  # fmt: skip
 
 
@@ -104,6 +107,8 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures(monkeypatch
     pair = report_of(Pair, monkeypatch)
     assert pair.problems == [] and pair.rewards == {0.5}
     assert report_of(Begun, monkeypatch).demonstrations == [(1.0, True)] * 3
+    silent = type("Silent", (Echo,), {"demonstrate": lambda self, hasty=False: None})
+    assert report_of(silent, monkeypatch).warnings == []  # every guess was "?"
 
 
 @pytest.mark.parametrize("words", [*PROBLEMS, *WARNINGS])

@@ -10,7 +10,6 @@ from conftest import SMALL, load_small, metrics_of
 from test_environments_readme import block
 from test_episodes import Scripted
 
-from core.chat_template import is_rendered
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import UsageError
@@ -21,6 +20,7 @@ from core.tiny import PRETRAINED, write_tiny
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
 from environments.plumbing.registry import EnvSpec, absolute, import_source, make
+from environments.plumbing.text import is_rendered
 from environments.plumbing.tools import call_text
 from environments.rewarded import Rewarded, of_objects
 

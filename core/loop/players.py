@@ -6,7 +6,6 @@ from typing import Any
 
 from core import distributed
 from core.algorithm import Algorithm
-from core.chat_template import is_rendered
 from core.config import Config, needs
 from core.episodes import RolloutCollector
 from core.faults import UsageError
@@ -16,6 +15,7 @@ from core.pool import is_program
 from core.sampler import Sampler, TorchSampler
 from environments import Env
 from environments.plumbing.registry import make
+from environments.plumbing.text import is_rendered
 
 
 def open_opponents(cfg: Config, policy: Policy, folder: Path, progress: dict[str, Any]) -> Any:

@@ -2,10 +2,11 @@
 
     python -m environments check my_envs.py:Maze:size=4     # exit code 1 if it found a problem
 
-`check_env` plays episodes and asks four questions:
+`check_env` plays episodes and asks five questions:
 
     seeds            does a seed repeat its episode, in a new instance and in another process?
     demonstrations   do they succeed? Without them: does any guess?
+    two answers      does a right answer with a wrong one count as right, in either order?
     odd texts        does a text that a policy may answer make `step` raise or return no Step?
     openings         are the tasks of evaluation held out from training and demonstrations?
 
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from environments.base import (
     DEMO_SEEDS,
     EVAL_SEEDS,
+    PLAYER,
     TRAIN_SEEDS,
     Message,
     MultiAgentEnv,
@@ -37,6 +39,7 @@ from environments.base import (
 )
 from environments.parsing import prefill_of
 from environments.plumbing.registry import describe_error, make
+from environments.plumbing.text import is_rendered
 from environments.plumbing.tools import with_tools
 
 MAX_TURNS = 500  # of an episode
@@ -44,10 +47,9 @@ NUM_OPENINGS = 300  # to compare, of each range of seeds; a tenth if the environ
 MAX_SHARED = 0.02  # fraction of the openings of evaluation that training may have by chance
 ODD_TEXTS = [
     "", " \n\t", "\x00", "\ud800", "é 你好 🎲", "no idea", "-1", "NaN", "1e400", "٣", "½", "\\",
-    "{", "}" * 30, '{"action": ', '{"answer": true}', '{"answer": "\\ud800"}', '{"move": -1}',
-    '{"move": 1e999}', '{"move": [1, 2]}', '{"action": {"action": {}}}', '{"url": 5}',
-    "<answer>", "</answer><answer>", "<answer></answer>", "<answer>\ud800</answer>",
-    "<move>99</move>", "<action>\n</action>", "\\boxed{\\frac{1}{",
+    "{", '{"action": ', '{"answer": true}', '{"answer": "\\ud800"}', '{"move": -1}', '{"url": 5}',
+    '{"move": 1e999}', '{"move": [1, 2]}', '{"action": {"action": {}}}', "\\boxed{\\frac{1}{",
+    "</answer><answer>", "<answer></answer>", "<answer>\ud800</answer>", "<move>99</move>",
     "<answer>" + "9" * 5000 + "</answer>", '{"answer":' * 10_000, "[" * 100_000, "5 " * 50_000,
 ]  # fmt: skip
 
@@ -68,6 +70,7 @@ class Report:
     openings: set[str] = field(default_factory=set)  # of training and demonstrations
     held_out: set[str] = field(default_factory=set)  # of evaluation
     longest: int = 0  # turns of the longest episode
+    num_guesses: int = 0  # of the environment: demonstrate(hasty=True)
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -93,6 +96,7 @@ def check_env(spec: str, num_seeds: int = 20, other_process: bool = True) -> Rep
     questions: dict[str, Callable[[], None]] = {
         "seeds": lambda: _check_seeds(spec, other_process),
         "demonstrations": lambda: _check_demonstrations(report, env, num_seeds),
+        "two answers": lambda: _check_two_answers(report, env, num_seeds),
         "odd texts": lambda: _check_odd_texts(report, env),
         "openings": lambda: _check_openings(report, env),
     }
@@ -149,9 +153,9 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
     if num_unscored:
         unscored = f'{num_unscored} of {num_seeds} episodes ended without a bool info["correct"]'
         report.warnings.append(f"{unscored}: they count as wrong")
-    if any(map(any, correct)) or num_unscored == num_seeds:
-        return
     count = len(report.demonstrations)
+    if any(map(any, correct)) or num_unscored == num_seeds or not count + report.num_guesses:
+        return
     episodes = f"{count} demonstrations" if count else f"{num_seeds} episodes of guesses"
     if count and isinstance(env, SingleAgentEnv):
         raise UsageError(f"none of {episodes} succeeds")
@@ -186,6 +190,31 @@ def _always(text: str) -> Callable[[str, int], str]:
     return lambda agent, turn: text
 
 
+def _check_two_answers(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
+    """Joins each demonstration with a wrong answer: the next task's demonstration."""
+    if report.longest != 1 or not report.demonstrations or not isinstance(env, SingleAgentEnv):
+        return
+
+    def is_right(seed: int, text: str) -> bool:
+        _, [(_, steps)] = _play(report, env, seed, lambda agent, turn: text, max_turns=1)
+        return bool(steps[PLAYER].info.get("correct"))
+
+    seeds, answers = TRAIN_SEEDS[:num_seeds], list[str]()
+    for seed in seeds:
+        _reset(env, seed)
+        answers.append(env.demonstrate(PLAYER) or "")
+    tasks = zip(seeds, answers, answers[1:], strict=False)
+    pairs = [
+        task for task in tasks if is_right(task[0], task[1]) and not is_right(task[0], task[2])
+    ]
+    fooled = [
+        f"{a} {b}" for i, a, b in pairs if is_right(i, f"{a} {b}") and is_right(i, f"{b} {a}")
+    ]
+    if fooled:
+        text = f"{len(fooled)} of {len(pairs)} right answers are right with a wrong one, too"
+        report.warnings.append(f"{text}, before and after it, such as {fooled[0][:150]!a}")
+
+
 def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
     """Answers with each text three times, so that it also meets the last retry."""
     for seed, text in enumerate(ODD_TEXTS):
@@ -198,6 +227,9 @@ def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
 
 def _check_openings(report: Report, env: MultiAgentEnv) -> None:
     count = NUM_OPENINGS // (10 if env.waits else 1)
+    messages = [m for opening in _reset(env, TRAIN_SEEDS[0]).values() for m in opening]
+    if any(m["role"] != "raw" and is_rendered(m["content"]) for m in messages):
+        raise UsageError("a message contains the chat template: leave it out, or set role raw")
     train_seeds = [*TRAIN_SEEDS[:count], *DEMO_SEEDS[:count]]
     report.openings = {repr(_reset(env, seed)) for seed in train_seeds}
     report.held_out = {repr(_reset(env, seed)) for seed in EVAL_SEEDS[:count]}
@@ -226,6 +258,7 @@ def _play(
             text = respond(agent, len(turns))
             if text is None:
                 text = env.demonstrate(agent, hasty=True) or "?"
+                report.num_guesses += text != "?"
             responses[agent] = prefills.pop(agent, "") + text
         steps = checked_steps(env.step(responses), isinstance(env, SingleAgentEnv))
         turns.append((responses, steps))

@@ -1,4 +1,4 @@
-"""Makes the texts of others (completions, messages, names) safe to show on terminals and pages."""
+"""Looks at texts of others (completions, messages, names), and makes them safe to show."""
 
 import io
 import re
@@ -8,6 +8,14 @@ import sys
 CONTROL_CHARACTERS = re.compile(r"[^\n\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
 # The same in ASCII JSON, without surrogates and line ends, which a page may show
 ESCAPED = re.compile(r"(\\\\)|\\u00(?:[01][0-9a-f]|7f|[89][0-9a-f])|\\u20(?:2[a-e]|6[6-9])|\\[bf]")
+# (a mark that begins a turn, one that follows it), in the templates of many models
+MARKS = [
+    ("<|im_start|>", "<|im_end|>"),
+    ("<|start_header_id|>", "<|end_header_id|>"),
+    ("<start_of_turn>", "<end_of_turn>"),
+    ("<|user|>", "<|assistant|>"),
+    ("[INST]", "[/INST]"),
+]
 
 
 def printable(text: str) -> str:
@@ -26,6 +34,11 @@ def printable_json(text: str) -> str:
     ["a\\ufffd[2J\\n", "\\\\u202e \\ufffd"]
     """
     return ESCAPED.sub(lambda match: match[1] or r"\ufffd", text)
+
+
+def is_rendered(text: str) -> bool:
+    """Whether a text seems to contain the marks of a chat template, which would add its own."""
+    return any(text.lstrip().startswith(first) and second in text for first, second in MARKS)
 
 
 def print_any_character() -> None:
