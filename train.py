@@ -125,7 +125,6 @@ def forward(run: Run, batch: Batch, micro: MicroBatch) -> Tokens:
     tokens = batch[micro.indices].to(run.policy.device)
     tokens.add(outputs)  # logprobs, entropy; values of PPO
     tokens.outputs = [*outputs.values()]  # the gradient reaches the model through these
-    tokens.logprobs.retain_grad()  # for report.html
     tokens.sampler_ratio = off_policy.sampler_ratio(tokens, cfg.tis_level)  # π_old / π_sampler
     tokens.importance_weights = off_policy.importance_weights(  # w: that ratio, at most 2
         tokens.sampler_ratio, cfg.tis_cap, cfg.tis_mode

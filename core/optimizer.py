@@ -117,6 +117,8 @@ class MasterAdamW:
             loss.backward()
             return
         gradients = torch.autograd.grad(loss, with_graph, allow_unused=True, materialize_grads=True)
+        for output, gradient in zip(with_graph, gradients, strict=True):
+            output.grad = gradient  # for report.html
         if any(gradient.any() for gradient in gradients):
             torch.autograd.backward(with_graph, gradients)
 
