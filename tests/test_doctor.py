@@ -47,7 +47,7 @@ NEVER = {"update": 0} | evaluation(0.0, return_mean=0.4)  # is an answer right
      "more updates, or more tasks per evaluation (--eval-num-tasks): "
      "python train.py --resume runs/a --num-updates 40"),
     (trained(SOLVED), "It learns", "harder"),
-    (trained(SOLVED, **{"update/steps": 0}), "It learns", "more updates"),  # nothing was trained
+    (trained(SOLVED, **{"update/steps": 0}), "It learns", "earn differently"),
     (trained(evaluation(1.0, p=1e-3, low=0.2)), "It learns", "more updates"),  # few tasks
     (trained(evaluation(0.1, p=1e-9)), "It has become worse", "a lower --lr"),
     (trained(evaluation(0.23, p=0.4)), "The change may be chance", "--eval-num"),
@@ -62,6 +62,15 @@ def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(record
     [(found, following)] = shown(records)
     assert found.startswith(text) and step in following and bool(step) == bool(following)
     assert ("mean return 0.40 -> 0.70 [0.60, 0.80]" in found) == text.startswith("No answer")
+
+
+def test_held_out_tasks_of_another_kind_are_named():
+    far, near = (trained(evaluation(0.5), **{"reward/correct": x}) for x in (0.76, 0.74))
+    assert "held-out ones: 0.76" in shown(far, env=["sums"])[1][0]
+    for rows, others in ((near, []), (far, ["sums"])):
+        assert len(shown(rows, env=["sums"], eval_env=others)) == 1
+    far[-1]["groups/level"] = 1  # the tasks of training have become harder
+    assert len(shown(far, env=["sums"])) == 1
 
 
 def test_what_was_evaluated_before_an_edit_is_not_compared():
@@ -80,7 +89,7 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     rollout = {"kind": "train", "info": {"row": "sums.jsonl:3"}, "messages": messages}
     lines = map(json.dumps, ({"kind": "eval"}, rollout))
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
-    warnings = {"no_reward": "nothing was earned; try python -m environments play SPEC"}
+    warnings = {"no_reward": "nothing was earned; next: python -m environments play SPEC"}
     [(found, following)] = shown([update(3, warnings=warnings)], tmp_path, env=["compose"])
     assert found.endswith(" The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3)")
     assert following == "python -m environments play compose"

@@ -87,7 +87,7 @@ def run(tmp_path_factory):
     texts = dict.fromkeys(("prompt", "agent", "error", "env"), MARKUP)
     rows += [game, row("train", 2, 9, f"{MARKUP}\u202e", **texts)]
     records = [evaluated(0, 0.2), *trained(*range(1, 31))]
-    records[9]["warnings"] = {"kl_runaway": "KL <b>0.1; try less", "sampler_gap": "differ"}
+    records[9]["warnings"] = {"kl_runaway": "KL <b>0.1; next: less", "sampler_gap": "differ"}
     records[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
     config = CONFIG | {"model_id": MARKUP}
     folder = write_run(tmp_path_factory.mktemp("runs") / "a", records, rows, config)
@@ -129,7 +129,7 @@ def test_a_group_is_one_task_of_one_agent_and_messages_follow_the_prompt(data):
 
 def test_the_report_and_the_final_lines_have_the_warnings(run, data):
     assert [tuple(warning.values()) for warning in data["warnings"]] == [
-        ("kl_runaway", [9, 30], "KL <b>0.1; try less"), ("sampler_gap", [9], "differ"),
+        ("kl_runaway", [9, 30], "KL <b>0.1; next: less"), ("sampler_gap", [9], "differ"),
     ]  # fmt: skip
     assert "warnings" not in data["curves"]
     accuracies = [data["results"][0][end]["accuracy"] for end in ("before", "after")]

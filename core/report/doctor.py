@@ -8,6 +8,7 @@ with the same lines, and its output ends with them.
 
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from core import results
@@ -37,16 +38,19 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
     sentences: list[tuple[str, str]] = []
     warnings = sorted(results.logged_warnings(records), key=lambda row: row[0] in SYMPTOM_NAMES)
     for name, updates, message in warnings:
-        text, _, advice = message.partition("; try ")
+        text, _, advice = message.partition("; next: ")
         example = _example(folder) if name == "no_reward" else ""
         at = f"{name} at update {', '.join(map(str, updates))}"
         sentences.append((f"{at}: {text}{example}", advice.replace("SPEC", spec)))
     flags = "--resume", str(folder), "--num-updates", str(2 * results.num_updates(records))
     resume = start_command(config.get("env", ()), *flags)
-    for env, first, last in results.before_after(records):
+    evaluations = results.before_after(records)
+    for env, first, last in evaluations:
         verdict, text = accuracy(env, first, last)
         needs_step = not warnings and last is not first
         sentences.append((text, _next(records, env, last, verdict, resume) if needs_step else ""))
+        if len(evaluations) == len(config.get("env", ())) == 1 and not config.get("eval_env"):
+            sentences += _training_is_ahead(records, env, last)
     return sentences
 
 
@@ -96,10 +100,24 @@ def accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
     return verdict, f"{verdict}: {text}" if verdict else text[:1].upper() + text[1:]
 
 
+def _training_is_ahead(records: list[Record], env: str, last: Record) -> list[tuple[str, str]]:
+    """A finding where training is right far more often than the evaluation `last`."""
+    updates = results.updates_of(records)
+    quarter = updates[-max(1, len(updates) // 4) :]
+    right = results.finite_values(quarter, "reward/correct")
+    is_sure = len(right) >= 3 and len({record.get("groups/level") for record in quarter}) == 1
+    if not is_sure or not fmean(right) > results.finite(last, f"eval/{env}/ci_high") + 0.2:
+        return []
+    text = f"Training answers are right far more often than held-out ones: {fmean(right):.2f}"
+    step = "see how held-out tasks differ from those of training, or whether these are few"
+    return [(text, step)]
+
+
 def _next(records: list[Record], env: str, last: Record, verdict: str, resume: str) -> str:
     """The next step: harder tasks, longer answers or more updates, with the command `resume`."""
-    trained = any(record.get("update/steps", 1) for record in results.updates_of(records))
-    if trained and results.finite(last, f"eval/{env}/ci_low") >= SOLVED:
+    if not any(record.get("update/steps", 1) for record in results.updates_of(records)):
+        return "answers that earn differently: an easier task, --sft-steps, a better model"
+    if results.finite(last, f"eval/{env}/ci_low") >= SOLVED:
         return "harder tasks, as these are solved"
     if never_right(env, records) and env.startswith("rewarded"):
         return "if such answers are right, say so (correct=NAME, threshold=X of the environment)"
