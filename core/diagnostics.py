@@ -14,29 +14,22 @@ from core.results import Record, evaluated, finite, updates_of
 
 WINDOW = 5  # updates, where single ones are chance
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
-MAX_UNSOLVED = 0.1  # fraction of unsolved groups up to which no warning is due if all are dead
-# how far a mean return has to fall: in standard deviations of a return, and of a mean of P returns
-# (P, not P·G: the rollouts of a task depend on each other)
-MIN_FALL, CERTAIN_FALL = 0.75, 3.0
-WORSE = "the reward and its assignment to rollouts; a lower --lr, from an earlier checkpoint"
 EXPLAINED = {  # warning -> warnings with the same cause: if one of them holds, it is left out
-    "below_start": {"no_movement", "answers_unchanged"},
-    "accuracy_fell": {"no_movement", "answers_unchanged", "below_start"},
-    "tokens_left_out": {"rollouts_left_out"},
-    "dead_groups": {"no_reward", "below_start", "equal_answers"},
+    "accuracy_fell": {"no_movement", "answers_unchanged"},
+    "dead_groups": {"no_reward", "equal_answers"},
 }
 EXACT = {  # metric -> its text in the line before update 1
     "gap/logprob_max": "sampler and trainer agree to {:.1e} nats a token",
-    "reward/judged_otherwise": "{:.0%} of answers earn something else when judged again",
-    "demonstrations/right": "{:.0%} of demonstrations are right",
+    "reward/judged_otherwise": "the environment judges {:.0%} of answers otherwise a second time",
+    "demonstrations/right": "{:.0%} of the environment's own demonstrations are right",
 }
 
 
 def how_exact(records: list[Record]) -> str:
     """A line about what was checked up to the first update, whose `records` these are.
 
-    >>> how_exact([{"demonstrations/right": 1.0}, {"gap/logprob_max": 2.6e-6}])
-    'exact: sampler and trainer agree to 2.6e-06 nats a token, 100% of demonstrations are right'
+    >>> how_exact([{"gap/logprob_max": 2.6e-6}])
+    'exact: sampler and trainer agree to 2.6e-06 nats a token'
     """
     metrics = {name: value for record in records for name, value in record.items()}
     texts = [text.format(metrics[name]) for name, text in EXACT.items() if name in metrics]
@@ -63,15 +56,14 @@ def new_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
 def active_warnings(records: list[Record], cfg: Config) -> dict[str, str]:
     """Returns the warnings that hold at the last record: name -> message.
 
-    A message is one line with the measured values and what to try. A comparison of held-out
+    A message is one line with the measured values and what to do. A comparison of held-out
     accuracies can hold only at an evaluation. Missing and non-finite values raise no warning.
     """
     if not records or "update" not in records[-1]:
         return {}
     warnings: dict[str, str] = {}
     for name, judge in (*FACTS, *SYMPTOMS):
-        message = "" if name in warnings else judge(records, cfg)
-        if message:
+        if name not in warnings and (message := judge(records, cfg)):
             warnings[name] = message
     explained = [name for name, causes in EXPLAINED.items() if causes & warnings.keys()]
     return {name: message for name, message in warnings.items() if name not in explained}
@@ -85,22 +77,9 @@ def accuracy_fell(records: list[Record], cfg: Config) -> str:
             if finite(last, f"eval/{env}/ci_high") < finite(earlier, f"eval/{env}/ci_low"):
                 before, after = (finite(r, f"eval/{env}/accuracy") for r in (earlier, last))
                 text = f"accuracy on {env} fell to {after:.2f}, from {before:.2f} at update"
-                return f"{text} {earlier['update']}; try {WORSE}"
+                text += f" {earlier['update']}; next: read a few rollouts in report.html: does"
+                return f"{text} each have the reward of its own answer? Then a lower --lr"
     return ""
-
-
-def below_start(records: list[Record], cfg: Config) -> str:
-    """Warns if each of the last updates has earned clearly less than the first, at its level."""
-    updates = updates_of(records)
-    judged = [*updates[:1], *updates[-MIN_UPDATES:]]
-    start, *rewards = [finite(r, "reward/mean") for r in judged] or [math.nan]
-    spread = max((finite(r, "reward/std") for r in judged), default=math.nan)
-    clear = spread * max(MIN_FALL, CERTAIN_FALL / math.sqrt(cfg.num_prompts))
-    same_level = len({r.get("groups/level") for r in judged}) == 1
-    if not (same_level and rewards and all(start - reward > clear for reward in rewards)):
-        return ""
-    fell = f"reward fell from {start:.2f} to at most {max(rewards):.2f} in the last {len(rewards)}"
-    return f"{fell}; try {WORSE}"
 
 
 def no_reward(records: list[Record], cfg: Config) -> str:
@@ -113,8 +92,8 @@ def no_reward(records: list[Record], cfg: Config) -> str:
         return ""
     if earned > 0:
         return (
-            f"every rollout has earned {earned:g} in all {len(updates)} updates so far; try what"
-            " the reward depends on (python -m environments check SPEC), harder tasks"
+            f"every rollout has earned {earned:g} in all {len(updates)} updates so far; next:"
+            " see what the reward depends on (python -m environments check SPEC); harder tasks"
         )
     text = f"no rollout has earned a reward in all {len(updates)} updates so far"
     num_rollouts = cfg.num_prompts * cfg.group_size
@@ -130,19 +109,18 @@ def no_reward(records: list[Record], cfg: Config) -> str:
     if cfg.model_id == "tiny" and not {*map(str, cfg.env)} <= {*KNOWN}:
         text += f"; tiny knows --env {' '.join(KNOWN)} and nothing else: --model-id smollm2"
     return (
-        f"{text}; try reading in report.html what the model answers; an answer that you know to be"
-        " right (python -m environments play SPEC shows what it earns); then a reward for a part"
-        " of the task, easier tasks, a warm start with --sft-steps or --algo sdpo where there are"
+        f"{text}; next: read in report.html what the model answers; give an answer that you"
+        " know to be right (python -m environments play SPEC); then try a reward for a part of the"
+        " task, easier tasks, a warm start with --sft-steps or --algo sdpo where there are"
         " demonstrations, or a better model"
     )
 
 
 def _has_dead_groups(r: Numbers, cfg: Config) -> bool:
-    """Whether returns differ in too few of the groups that are not all right. A group that is all
-    right and has returns that differ counts as one of these, so some dead groups go unnoticed."""
+    """Whether returns differ in too few of the groups that are not all right."""
     unsolved = 1 - r["groups/all_right"]
     differing = 1 - r["groups/zero_std_fraction"]
-    return by_group(cfg) and unsolved > MAX_UNSOLVED and differing <= unsolved / 4
+    return by_group(cfg) and unsolved > 0.1 and differing <= unsolved / 4
 
 
 ROWS = (
@@ -151,7 +129,7 @@ ROWS = (
         Limit("groups/zero_std_fraction", updates=WINDOW),
         "in {x:.0%} of the groups all answers earned the same, so their gradients are 0;"
         " {r[groups/all_right]:.0%} are all right",
-        "what the reward depends on (python -m environments check SPEC), a warm start"
+        "see what the reward depends on (python -m environments check SPEC); try a warm start"
         " (--sft-steps) where the policy never succeeds, easier tasks, --curriculum 0.8,"
         " --filter-groups 3, a larger --group-size",
         when=_has_dead_groups,
@@ -160,18 +138,17 @@ ROWS = (
         "kl_runaway",
         Limit("update/moved", 0, 0.3, MIN_UPDATES),
         "an update changes log-probs by {x:.2g} nats per token on average, which is too much",
-        "a lower --lr, fewer --num-epochs, a narrower clip, a higher --kl-coef",
+        "try a lower --lr, fewer --num-epochs, a narrower clip, a higher --kl-coef",
     ),
     Fact(
         "never_stops",
         Limit("length/hit_token_limit", 0, 0.95, MIN_UPDATES),
         "{x:.0%} of the completions end at --max-tokens, so hardly any is a finished answer",
-        "a higher --max-tokens, a warm start with --sft-steps, or a model that ends its turns",
+        "try a higher --max-tokens, a warm start (--sft-steps), or a model that ends its turns",
     ),
 )
 SYMPTOMS: tuple[tuple[str, Judge], ...] = (
     ("no_reward", no_reward),
-    ("below_start", below_start),
     ("accuracy_fell", accuracy_fell),
     *((row.name, row.broken) for row in ROWS),
 )

@@ -17,8 +17,7 @@ from core.results import Record, evaluated, finite, finite_values
 TWICE = 2  # updates in a row, as one might be chance
 MIN_UPDATES = 3  # updates in a row, for metrics that vary more
 ROUNDING = 1e-6  # nats by which log-probs differ that are computed in other micro-batches
-MIN_LAG = 0.3  # updates that the sampler lacks, in two canaries
-Judge = Callable[[list[Record], Config], str]  # returns "", or a warning and what to try
+Judge = Callable[[list[Record], Config], str]  # returns "", or a warning and what to do
 
 
 class Numbers:
@@ -50,11 +49,11 @@ class Fact(NamedTuple):
     name: str
     limit: Limit
     says: str  # the warning; {x}: the metric in the last record, r, {r[name]}: another metric there
-    try_: str
+    next: str  # what to do
     when: Callable[[Numbers, Config], Any] = lambda r, cfg: True  # the condition, for a record r
 
     def broken(self, records: list[Record], cfg: Config) -> str:
-        """The warning at the last record, with what to try; "" if the fact holds."""
+        """The warning at the last record, with what to do; "" if the fact holds."""
         limit, metric = self.limit, self.limit.metric.removeprefix("*/")
 
         def is_beyond(r: Numbers) -> bool:
@@ -65,7 +64,7 @@ class Fact(NamedTuple):
             last = [Numbers(record, env) for record in records[-limit.updates :]]
             if len(last) == limit.updates and all(map(is_beyond, last)):
                 text = self.says.format(x=last[-1][metric], r=last[-1])
-                return f"{text} ({limit.metric.replace('*', f'eval/{env}')}); try {self.try_}"
+                return f"{text} ({limit.metric.replace('*', f'eval/{env}')}); next: {self.next}"
         return ""
 
 
@@ -161,8 +160,8 @@ STEP = Fact(
     "step_size",
     Limit("update/step_size"),
     "weights change by {x:.2g} times --lr (root mean square)",
-    "the lr of the optimizer's groups in this update (a scheduler, a division by accumulation"
-    " steps), and whether bfloat16 weights have float32 masters",
+    "print the lr of the optimizer's groups in this update (a scheduler may change it, a division"
+    " by accumulation steps), and see whether bfloat16 weights have float32 masters",
     when=is_odd_step,
 )
 
@@ -180,9 +179,9 @@ def draws_otherwise(records: list[Record], cfg: Config) -> str:
         return ""
     return (
         f"the sampler does not draw from the π that both sides report: -log π of its tokens is"
-        f" {mean:+.3g} nats from the entropy of π, {errors:.0f} standard errors; try what the"
-        " sampler sets by itself: temperature, top-p, top-k or a repetition penalty, such as from"
-        " a generation_config.json"
+        f" {mean:+.3g} nats from the entropy of π, {errors:.0f} standard errors; next:"
+        " see what the sampler sets by itself: temperature, top-p, top-k or a repetition penalty,"
+        " such as from a generation_config.json"
     )
 
 
@@ -192,15 +191,16 @@ ROWS = (
         Limit("*/same_answers", 0, 0.999, 1),
         "all answers are those of the first evaluation, though updates move log-probs by"
         " {r[update/moved]:.2g} nats each",
-        "which weights the evaluation samples with, and whether its answers come from a cache",
+        "see which weights the evaluation samples with, and whether a cache answers",
         when=should_answer_otherwise,
     ),
     Fact(
         "no_movement",
         Limit("update/moved", ROUNDING, math.inf),
         "an update moves log-probs by {x:.1g} nats, although returns differ within groups",
-        "which weights the optimizer holds (those of the model that samples, and made after its"
-        " adapters), what lr a scheduler gives them, and whether the loss has a gradient",
+        "set a higher --lr if it is far below 1e-6; else see which weights the optimizer holds"
+        " (those of the model that samples, and made after its adapters), what lr a scheduler"
+        " gives them, and whether the loss has a gradient",
         when=may_learn,
     ),
     Fact(
@@ -208,66 +208,60 @@ ROWS = (
         Limit("demonstrations/right", 1, 1, 1),
         "the environment calls only {x:.0%} of its own demonstrations right, and punishes"
         " {r[example/demonstration]}",
-        "playing that task by hand (python -m environments play SPEC): how is an answer read?",
+        "play that task by hand (python -m environments play SPEC): how is an answer read?",
     ),
     Fact(
         "prompts_differ",
         Limit("groups/prompts_differ", 0, 0, 1),
         "{x:.0%} of the prompts are not what the chat template writes: {r[example/prompt]}",
-        "printing the decoded ids beside apply_chat_template(messages, tokenize=False,"
+        "print the decoded ids beside apply_chat_template(messages, tokenize=False,"
         " add_generation_prompt=True): a cut, a lost system message, a second first token",
     ),
     Fact(
         "reward_differs",
         Limit("reward/judged_otherwise", 0, 0, 1),
         "{x:.0%} of the answers earn something else when judged again: {r[example/judged]}",
-        "the order of answers and rewards (a shuffle, a gather, workers), what an environment keeps"
-        " from the episode before, a time limit; a reward that draws at random is only noisy",
+        "check the order of answers and rewards (a shuffle, a gather, workers), what the class"
+        " keeps from the episode before, a time limit; if it draws at random, set luck = True",
     ),
     Fact(
         "reward_misplaced",
         Limit("reward/misplaced", 0, 0, 1),
         "{x:.0%} of the turns have another reward than the step after them gave",
-        "what stands between step() and the turn: a scale, a clip, a sum, the turn that it goes to",
-    ),
-    Fact(
-        "correct_miscounted",
-        Limit("reward/miscounted", 0, 1e-6, 1),
-        "reward/correct is {x:.2g} away from the fraction of rollouts whose info says correct",
-        "over which rollouts it is a mean: all of the update, or a part",
+        "read what stands between step() and the turn: a scale, a clip, a sum, another turn",
     ),
     Fact(
         "history_lost",
         Limit("groups/history_lost", 0, 0, 1),
         "{x:.0%} of the later prompts do not begin with the turn before them, prompt and answer",
-        "what makes the next prompt: a cut, a template applied again, answers tokenized again",
+        "read what makes the next prompt: a cut, a second template, answers tokenized again",
     ),
     Fact(
         "mixed_groups",
         Limit("groups/openings", 0, 1, MIN_UPDATES),
         "the rollouts of a group, which are compared, have {x:.3g} different prompts",
-        "drawing a task once and repeating it for its group: 1 1 2 2, not 1 2 1 2; an"
-        " environment whose reset(seed) depends on nothing else",
+        "draw a task once and repeat it for its group: 1 1 2 2, not 1 2 1 2; see that the"
+        " environment's reset(seed) depends on nothing else",
         when=lambda r, cfg: by_group(cfg),
     ),
     Fact(
         "same_tasks",
         Limit("groups/repeated", 0, 0.999),
         "all tasks of the last two updates were those of the update before",
-        "a seed of tasks that depends on the update, and more data",
+        "draw tasks with a seed that depends on the update, from more data",
     ),
     Fact(
         "stale_weights",
-        Limit("gap/canary", -math.inf, MIN_LAG),
+        Limit("gap/canary", -math.inf, 0.3),
         "the sampler has older weights than the trainer: it lacks {x:.2g} of an update",
-        "looking at what the sync sends, adapters included, and whether the sampler's prefix"
-        " cache is emptied after it; --sampler torch",
+        "see what the sync sends, adapters included, and whether the sampler's prefix cache is"
+        " emptied after it; try --sampler torch",
     ),
     Fact(
         "sampler_gap",
         Limit("gap/logprob_mean", 0, 5e-4, MIN_UPDATES),
         "sampler and trainer give the same tokens log-probs that differ by {x:.2g} nats",
-        "--sampler torch, --dtype float32, --temperature 1 --top-p 1 --top-k 0, one at a time:"
+        "try --sampler torch, --dtype float32, --temperature 1 --top-p 1 --top-k 0 one by one:"
         " which side has other tokens, weights or precision?",
         when=lambda r, cfg: not cfg.staleness and is_no_rounding(r["gap/logprob_mean"], 0.05, cfg),
     ),
@@ -275,35 +269,35 @@ ROWS = (
         "no_end_token",
         Limit("length/no_end", 0, 0, 1),
         "{x:.0%} of the completions that stopped have no end token",
-        "whether the sampler returns the end token, and calls answers that the limit cut 'stop'",
+        "see whether the sampler returns the end token, or calls answers that it cut 'stop'",
     ),
     Fact(
         "advantages_uneven",
         Limit("groups/advantage_sum", 0, 1e-3),
-        "a group's advantages add up to {x:.0%} of the sum of their sizes, not to 0",
-        "which rollouts the baseline is the mean of: those of one prompt, in the same order",
+        "the advantages of groups add up to {x:.0%} of the sum of their sizes, not to 0",
+        "see which rollouts the baseline is the mean of: those of one prompt, in the same order",
         when=lambda r, cfg: r["groups/advantage_sum"] < 1 - 1e-6 or not cfg.algo.endswith(".py"),
     ),  # of one sign: an own algorithm need not have a baseline
     Fact(
         "values_differ",
         Limit("value/spread", 0, 1e-4),
         "the value head gives one prompt values that are up to {x:.2g} apart",
-        "which state it reads for a token: the one before it, without what was sampled after",
+        "see which state it reads for a token: the one before, without what was sampled after",
         when=lambda r, cfg: is_no_rounding(r["value/spread"], 0.1, cfg),
     ),
     Fact(
         "value_targets",
         Limit("value/target_ends", 0, 1e-3, 1),
         "the value target of a rollout's last token is {x:.2g} away from its reward",
-        "where GAE ends: with each rollout, as nothing of the next one is its future",
-        when=lambda r, cfg: not cfg.algo.endswith(".py"),
+        "end GAE with each rollout, as nothing of the next one is its future, and make targets"
+        " from the rewards, not from normalized advantages",
     ),
     Fact(
         "weights_unchanged",
         Limit("update/unchanged", 0, 0),
         "steps leave {x:.0%} of the trained tensors as before, such as {r[example/unchanged]}",
-        "which weights have no gradient: frozen or detached layers, gradient checkpointing, a"
-        " layer that takes no part in the output, weights that the optimizer does not hold",
+        "see which weights have no gradient: frozen or detached layers, gradient checkpointing,"
+        " a layer that takes no part in the output, weights that the optimizer does not hold",
         when=changes_a_part,
     ),
     STEP,
@@ -313,60 +307,53 @@ ROWS = (
         says="no master differs from its 16-bit weight, so that small steps are lost",
     ),
     Fact(
-        "masters_unequal",
-        Limit("update/masters_unequal", 0, 0, 1),
-        "{x:.0%} of the 16-bit weights are not their float32 masters, rounded",
-        "what writes to the weights beside the optimizer: a load, a merge, a sync, a step whose"
-        " result is not copied",
-    ),
-    Fact(
         "learning_rate",
         Limit("update/lr_ratio", 1 - 1e-6, 1 + 1e-6, 1),
         "the optimizer has {x:.4g} times the learning rate that the settings ask for",
-        "a scheduler that counts something else than updates, a rate that is scaled twice",
+        "look for a scheduler that does not count updates, a rate that is scaled twice",
     ),
     Fact(
         "steps_lost",
         Limit("update/steps_lost", -math.inf, 0, 1),
         "AdamW has counted {x:.0f} steps fewer than the run has made",
-        "whether a resumed run restores AdamW's state, and where else an optimizer is made",
+        "see whether a resumed run restores AdamW's state, and where else an optimizer is made",
     ),
     Fact(
         "passes_lost",
         Limit("grad/passes", 0.95, 1.05),
         "the gradient of a step is {x:.2g} times the sum of what its passes gave",
-        "where gradients are dropped or scaled between the passes: zero_grad before the step, a"
-        " mean over micro-batches or ranks in place of a sum",
+        "find where gradients are dropped or scaled between the passes: zero_grad before the"
+        " step, a mean over micro-batches or ranks in place of a sum",
         when=lambda r, cfg: r["update/steps"] > 0,
     ),
     Fact(
         "loss_weight",
         Limit("loss/weight", 0.999, 1.001, MIN_UPDATES),
         "the token weights of a gradient step add up to {x:.3g}, not to 1",
-        "one denominator for the whole step, computed before its micro-batches",
+        "use one denominator for the whole step, computed before its micro-batches",
         when=has_one_denominator,
     ),
     Fact(
-        "rollouts_left_out",
-        Limit("episodes/left_out", 0, 0),
-        "{x:.0f} rollouts are left out, {r[episodes/left_out_length]:.2g} times as long as all",
-        "what chooses rollouts: a limit of tokens, a batch whose end is cut off",
-        when=lambda r, cfg: not cfg.filter_groups,
+        "weights_unused",
+        Limit("loss/halved", 0.49, 0.51),
+        "half the token weights give {x:.2g} times the loss, not 0.5 times",
+        "write -(tokens.token_weights * ..).sum() in compute_loss, without a denominator: a mean"
+        " over a micro-batch depends on how the step was cut",
     ),
     Fact(
         "tokens_left_out",
-        Limit("tokens/trained", updates=MIN_UPDATES),
+        Limit("tokens/trained", updates=1),
         "{r[tokens/sampled]:.0f} tokens were sampled, and {x:.0f} are in the loss",
-        "whether whole rollouts are missing; else making the mask of lengths, as one of ids loses"
-        " the end token where it is also the token of the padding",
+        "see whether whole rollouts are missing (the longest, the end of a batch); else make the"
+        " mask of lengths, as one of ids loses the end token where that is also the padding",
         when=has_lost_tokens,
     ),
     Fact(
         "wrong_direction",
         Limit("update/direction", 0.1, math.inf, MIN_UPDATES),  # about 0.7 in a healthy run
         "returns and changes of log-probs correlate by {x:.2f}: what earns more gets no likelier",
-        "printing a few rollouts with their advantages: the sign of the loss, and the order of"
-        " rollouts and rewards, such as after a shuffle or a gather",
+        "read a few rollouts in report.html: does each have the reward of its own answer, and"
+        " the better one the higher advantage? Look for a shuffle, and at the sign of the loss",
         when=follows_returns,
     ),
     Fact(
@@ -374,14 +361,14 @@ ROWS = (
         Limit("kl/approx"),
         "steps moved log-probs by {r[update/moved]:.2g} nats, but kl/approx is {x:.1g}: the"
         " policy ratio stays 1, so nothing is clipped",
-        "where old log-probs are computed: once, before the first step of an update",
+        "compute old log-probs once, before the first step of an update",
         when=has_no_ratio,
     ),
     Fact(
         "reference_differs",
         Limit("kl/reference", -math.inf, ROUNDING, 1),
         "the KL to the reference was {x:.2g} nats at update 1, not 0",
-        "which weights the reference has (a copy after the warm start), and whether dropout,"
+        "see which weights the reference has (a copy after the warm start), and whether dropout,"
         " temperature and adapters are those of the policy",
         when=begins_at_reference,
     ),
@@ -389,20 +376,20 @@ ROWS = (
         "not_greedy",
         Limit("gap/greedy", 0, 0.02, 1),
         "the trainer finds another token likelier in {x:.0%} of the tokens of greedy answers",
-        "which weights the evaluation samples with, and whether it draws (a temperature)",
+        "see which weights the evaluation samples with, and whether it draws (a temperature)",
     ),
     Fact(
         "tasks_missing",
         Limit("*/played", updates=1),
         "{x:.0f} of {r[asked]:.0f} held-out tasks were played",
-        "the loop over the held-out tasks: one batch of them, or seeds that repeat a task",
+        "read the loop over the held-out tasks: has it one batch, or seeds that repeat a task?",
         when=lambda r, cfg: r["played"] < r["asked"],
     ),
     Fact(
         "held_out_seen",
         Limit("*/seen", 0, 0.05, 1),
         "{x:.0%} of the held-out tasks were trained on: their accuracy counts what was memorized",
-        "other seeds or rows for --eval-env, and removing duplicates from the data",
+        "give --eval-env other seeds or rows, and remove duplicates from the data",
         # where nearly each episode has an opening of its own; games have the same ones anyway
         when=lambda r, cfg: r["openings"] == r["tasks"] >= 0.9 * cfg.eval_num_tasks,
     ),
@@ -410,7 +397,7 @@ ROWS = (
         "equal_answers",
         Limit("groups/equal_answers"),
         "{x:.0f} pairs of answers of a group were equal, {r[groups/likely_equal]:.0f} are likely",
-        "the seeds of the sampler: one for each rollout, not for a group, a worker or an update",
+        "give the sampler a seed for each rollout, not for a group, a worker or an update",
         when=is_no_chance,
     ),
     Fact(
@@ -418,7 +405,7 @@ ROWS = (
         Limit("kl/reference"),
         "the KL to the reference is {x:.2g} although an update moves the policy by"
         " {r[update/moved]:.2g} nats per token: the reference changes with it",
-        "a reference that is a copy, made before the first step, and in no optimizer",
+        "make the reference a copy, before the first step, that is in no optimizer",
         when=reference_is_too_near,
     ),
 )

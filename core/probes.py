@@ -93,9 +93,8 @@ class WeightProbe:
         if names:
             weights = elements(self.weights[name] for name in names)
             masters = elements(self.holders[name] for name in names)
-            rounded = [master.to(self.weights[names[0]].dtype).float() for master in masters]
-            metrics["update/masters_apart"] = fraction_unequal(weights, masters)
-            metrics["update/masters_unequal"] = fraction_unequal(weights, rounded)
+            unequal = [w != m for w, m in zip(weights, masters, strict=True)]
+            metrics["update/masters_apart"] = torch.cat(unequal).double().mean().item()
         if self.of_step and grad_norm:
             distributed.all_reduce_sum([self.of_step[0]])
             passes, gradient = (x.cpu().double() for x in self.of_step)
@@ -125,11 +124,6 @@ def elements(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [*torch.cat(some).cpu().clone().split([*map(len, some)])]  # one transfer from a GPU
 
 
-def fraction_unequal(a: list[Tensor], b: list[Tensor]) -> float:
-    """The mean over pairs of tensors of the fraction of their elements that differ."""
-    return statistics.fmean((x != y).double().mean().item() for x, y in zip(a, b, strict=True))
-
-
 def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
     """Metrics of an update's prompts, answers, advantages and values, after the gradient steps."""
     rollouts = batch.rollouts
@@ -154,8 +148,8 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
     if "groups" in needs(cfg) and cfg.credit == "episode":
         advantages = batch.advantages[last].double()
         ids = torch.tensor([rollout.group_id for rollout in rollouts])
-        sizes = sums(advantages.abs(), ids).clamp(min=1e-9)
-        metrics["groups/advantage_sum"] = (sums(advantages, ids).abs() / sizes).max().item()
+        size = advantages.abs().sum().clamp(min=1e-9)
+        metrics["groups/advantage_sum"] = (sums(advantages, ids).abs().sum() / size).item()
     if "old_values" in batch and alike:
         values = batch.old_values[torch.cat([last.new_zeros(1), last[:-1] + 1])]  # first tokens
         spreads = [values[rows].max() - values[rows].min() for rows in alike]
@@ -166,24 +160,11 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
     return metrics
 
 
-def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[str, Any]:
+def of_episodes(sampled: list[Rollout]) -> dict[str, float]:
     """Metrics of faults: turns without the reward of their steps, prompts without the turn before
-    them, a wrong fraction `correct` of right rollouts, rollouts that are not trained on.
-    """
-    usable = [rollout for rollout in sampled if not rollout.error]
-    trained = {*map(id, batch.rollouts)}
-    if not usable:
-        return {}
-    told = [rollout for rollout in usable if rollout.info.get("correct", 0) is not None]
-    right = sum(bool(rollout.info.get("correct")) for rollout in told) / max(1, len(told))
-    metrics = {"reward/miscounted": abs(right - correct)}
-    left_out = [rollout.num_tokens for rollout in usable if id(rollout) not in trained]
-    if left_out:
-        metrics["episodes/left_out"] = len(left_out)
-        mean = statistics.fmean(rollout.num_tokens for rollout in usable)
-        metrics["episodes/left_out_length"] = statistics.fmean(left_out) / mean
+    them."""
     misplaced, history_lost = list[bool](), list[bool]()
-    for rollout in usable:
+    for rollout in [rollout for rollout in sampled if not rollout.error]:
         turns, steps = rollout.turns, rollout.steps
         if rollout.agent != PLAYER or len(steps) < len(turns):  # other agents act, or a program
             continue
@@ -194,11 +175,8 @@ def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[st
             if k and not steps[k - 1][1]:
                 before = turns[k - 1].prompt_ids + turns[k - 1].completion_ids
                 history_lost.append(turn.prompt_ids[: len(before)] != before)
-    if misplaced:
-        metrics["reward/misplaced"] = statistics.fmean(misplaced)
-    if history_lost:
-        metrics["groups/history_lost"] = statistics.fmean(history_lost)
-    return metrics
+    faults = {"reward/misplaced": misplaced, "groups/history_lost": history_lost}
+    return {name: statistics.fmean(values) for name, values in faults.items() if values}
 
 
 @torch.no_grad()
@@ -281,7 +259,9 @@ def last_answer(rollout: Rollout) -> str:
 
 def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:
     """The fraction of right ones among environments' own demonstrations; a wrong one, as text."""
-    envs = [env for env in training_envs(cfg) if _demonstrates_at_once(env)]
+    classes = {env: env.constructor for env in training_envs(cfg) if _repeats(env)}
+    classes = {e: c for e, c in classes.items() if isinstance(c, type) and issubclass(c, Env)}
+    envs = [env for env, cls in classes.items() if cls.demonstrate != Env.demonstrate]
     tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS * bool(envs), hasty=0.0)
     played = [r for r in collector.demonstrate(tasks) if not r.error and not r.episode_truncated]
     if not played:
@@ -294,22 +274,17 @@ def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any
     return metrics
 
 
-def _demonstrates_at_once(env: EnvSpec) -> bool:
-    """Whether an environment has demonstrations, which cost nothing and do not depend on luck."""
-    constructor = env.constructor
-    if not isinstance(constructor, type) or not issubclass(constructor, Env):
-        return False
-    costs = any(map(env.declares, ("waits", "heavy", "luck")))
-    return constructor.demonstrate != Env.demonstrate and not costs
+def _repeats(env: EnvSpec) -> bool:
+    """Whether the same answers, given again, cost nothing and earn the same."""
+    return not any(map(env.declares, ("waits", "heavy", "luck")))
 
 
 def judged_again(
     cfg: Config, collector: RolloutCollector, sampled: list[Rollout]
 ) -> dict[str, Any]:
     """The fraction of some episodes that earn something else when the environment gets the same
-    answers again, in reverse order. Leaves out environments that wait, and several agents."""
-    envs = training_envs(cfg)
-    specs = {e.short: e for e in envs if not e.declares("waits") and not e.declares("heavy")}
+    answers again, in reverse order. Leaves out what costs or has luck, and several agents."""
+    specs = {env.short: env for env in training_envs(cfg) if _repeats(env)}
     chosen = [r for r in sampled if not r.error and r.env in specs and r.agent == PLAYER]
     chosen = [rollout for rollout in chosen if "tools" not in rollout.for_log]
     chosen = chosen[:: -(-len(chosen) // NUM_JUDGED) or 1][::-1]

@@ -232,7 +232,7 @@ class Env(Instance, ABC):
     `tools`: functions that the policy may call before it responds, such as methods of the instance,
     with type hints and Google-style docstrings; plumbing/tools.py says how they are called.
     `luck`: whether a correct response may lose by chance. Else a run checks at its start that the
-    demonstrations are right.
+    demonstrations are right, and that the same answers earn the same again.
     """
 
     tools: Sequence[Callable[..., Any]] = ()

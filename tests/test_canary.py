@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import load_small
 
-from core import canary, invariants, sampler
+from core import canary, sampler
 from core.faults import UsageError
 from core.sampler import SamplingParams, TorchSampler
 from core.types import Completion
@@ -39,9 +39,7 @@ def test_it_is_the_number_of_updates_that_the_sampler_lacks(qwen3_folder, lora_r
 
 
 @pytest.mark.parametrize("stale", ["prompts", "steps"])
-def test_old_weights_in_the_prompts_or_in_the_steps_of_decoding_are_seen(
-    policy, monkeypatch, stale
-):
+def test_old_weights_in_the_prompts_or_in_decoding_are_seen(policy, monkeypatch, stale):
     later = moved(policy, 1e-4)
     models = {"prompts": later.model, "steps": later.model, stale: policy.model}
     prefill = sampler.prefill
@@ -54,7 +52,7 @@ def test_old_weights_in_the_prompts_or_in_the_steps_of_decoding_are_seen(
     _, before = canary.compare(policy, TorchSampler(policy), {})
     monkeypatch.setattr(sampler, "prefill", mixed)
     found, _ = canary.compare(later, TorchSampler(later), before)
-    assert found["gap/canary"] > invariants.MIN_LAG
+    assert found["gap/canary"] > 0.3
 
 
 def test_only_tokens_that_were_drawn_the_last_time_too_are_compared(policy):
@@ -104,4 +102,4 @@ def test_rounding_of_16_bits_is_no_lag(policy, monkeypatch, size, measured):
         metrics, before = canary.compare(policy, drawing, before)
         lags.append(metrics.get("gap/canary", 0.0))
     assert (sum(lag != 0 for lag in lags) > 100) == measured
-    assert max(map(min, pairwise(lags))) < invariants.MIN_LAG
+    assert max(map(min, pairwise(lags))) < 0.3

@@ -38,7 +38,7 @@ def test_faults_are_named_in_three_updates(names, command, monkeypatch):
         fault.install(monkeypatch.setattr)
         flags += fault.flags.split()
     found = warnings(command, *flags)
-    assert all("; try " in found[fault.warning] for fault in chosen)
+    assert all("; next: " in found[fault.warning] for fault in chosen)
 
 
 def test_without_a_fault_no_task_is_repeated_or_evaluated(command):

@@ -113,6 +113,7 @@ def test_update_stats_by_hand(cap, mode, capped):
         sampler_ratio=torch.tensor([0.5, 0.1]), token_weights=torch.tensor([0.2, 0.1]),
         in_loss=torch.tensor([True, False]),
     )  # fmt: skip
+    first.logprobs.grad, second.logprobs.grad = torch.zeros(3), torch.zeros(2)
     stats.add(first, torch.tensor(7.0), {"kl/approx": 9.0})
     stats.end_minibatch(0)
     assert (stats.loss, stats.approx_kl) == (7.0, 3.0)
