@@ -196,7 +196,7 @@ def _check_two_answers(report: Report, env: MultiAgentEnv, num_seeds: int) -> No
         return
 
     def is_right(seed: int, text: str) -> bool:
-        _, [(_, steps)] = _play(report, env, seed, lambda agent, turn: text, max_turns=1)
+        [(_, steps)] = _play(report, env, seed, lambda agent, turn: text, max_turns=1)[1]
         return bool(steps[PLAYER].info.get("correct"))
 
     seeds, answers = TRAIN_SEEDS[:num_seeds], list[str]()
