@@ -14,9 +14,15 @@ from core.results import Record, evaluated, finite, updates_of
 
 WINDOW = 5  # updates, where single ones are chance
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
+# how far a mean return has to fall: in standard deviations of a return, and of a mean of P returns
+# (P, not P·G: the rollouts of a task depend on each other)
+MIN_FALL, CERTAIN_FALL = 0.75, 3.0
+WORSE = "read a few rollouts: does each have the reward of its own answer? Then a lower --lr"
 EXPLAINED = {  # warning -> warnings with the same cause: if one of them holds, it is left out
-    "accuracy_fell": {"no_movement", "answers_unchanged"},
-    "dead_groups": {"no_reward", "equal_answers"},
+    "below_start": {"no_movement", "answers_unchanged"},
+    "accuracy_fell": {"no_movement", "answers_unchanged", "below_start"},
+    "tokens_left_out": {"rollouts_left_out"},
+    "dead_groups": {"no_reward", "below_start", "equal_answers"},
 }
 EXACT = {  # metric -> its text in the line before update 1
     "gap/logprob_max": "sampler and trainer agree to {:.1e} nats a token",
@@ -77,9 +83,22 @@ def accuracy_fell(records: list[Record], cfg: Config) -> str:
             if finite(last, f"eval/{env}/ci_high") < finite(earlier, f"eval/{env}/ci_low"):
                 before, after = (finite(r, f"eval/{env}/accuracy") for r in (earlier, last))
                 text = f"accuracy on {env} fell to {after:.2f}, from {before:.2f} at update"
-                text += f" {earlier['update']}; next: read a few rollouts in report.html: does"
-                return f"{text} each have the reward of its own answer? Then a lower --lr"
+                return f"{text} {earlier['update']}; next: {WORSE}"
     return ""
+
+
+def below_start(records: list[Record], cfg: Config) -> str:
+    """Warns if each of the last updates has earned clearly less than the first, at its level."""
+    updates = updates_of(records)
+    judged = [*updates[:1], *updates[-MIN_UPDATES:]]
+    start, *rewards = [finite(r, "reward/mean") for r in judged] or [math.nan]
+    spread = max((finite(r, "reward/std") for r in judged), default=math.nan)
+    clear = spread * max(MIN_FALL, CERTAIN_FALL / math.sqrt(cfg.num_prompts))
+    same_level = len({r.get("groups/level") for r in judged}) == 1
+    if not (same_level and rewards and all(start - reward > clear for reward in rewards)):
+        return ""
+    fell = f"reward fell from {start:.2f} to at most {max(rewards):.2f} in the last {len(rewards)}"
+    return f"{fell}; next: {WORSE}"
 
 
 def no_reward(records: list[Record], cfg: Config) -> str:
@@ -149,6 +168,7 @@ ROWS = (
 )
 SYMPTOMS: tuple[tuple[str, Judge], ...] = (
     ("no_reward", no_reward),
+    ("below_start", below_start),
     ("accuracy_fell", accuracy_fell),
     *((row.name, row.broken) for row in ROWS),
 )

@@ -145,7 +145,7 @@ def note_trained(progress: dict[str, Any], rollouts: list[Rollout]) -> None:
 def lines_about(results: dict[str, float], update: int) -> list[str]:
     """The accuracy as a line of text for each environment, and, of several, for each agent."""
     lines = []
-    when = f"at update {update}" if update else "before RL (the likeliest tokens; training samples)"
+    when = f"at update {update}" if update else "before RL (greedy; training samples its answers)"
     for seat in evaluated(results):
         line = f"held-out accuracy {when}: {accuracy_of(seat, results)}  {seat}"
         earned = f"  mean return {return_of(seat, results)}" * never_right(seat, [results])

@@ -231,6 +231,12 @@ ROWS = (
         "read what stands between step() and the turn: a scale, a clip, a sum, another turn",
     ),
     Fact(
+        "correct_miscounted",
+        Limit("reward/miscounted", 0, 1e-6, 1),
+        "reward/correct is {x:.2g} away from the fraction of rollouts whose info says correct",
+        "see over which rollouts it is a mean: all of the update, or a part",
+    ),
+    Fact(
         "history_lost",
         Limit("groups/history_lost", 0, 0, 1),
         "{x:.0%} of the later prompts do not begin with the turn before them, prompt and answer",
@@ -307,6 +313,13 @@ ROWS = (
         says="no master differs from its 16-bit weight, so that small steps are lost",
     ),
     Fact(
+        "masters_unequal",
+        Limit("update/masters_unequal", 0, 0, 1),
+        "{x:.0%} of the 16-bit weights are not their float32 masters, rounded",
+        "see what writes to the weights beside the optimizer: a load, a merge, a sync, a step whose"
+        " result is not copied",
+    ),
+    Fact(
         "learning_rate",
         Limit("update/lr_ratio", 1 - 1e-6, 1 + 1e-6, 1),
         "the optimizer has {x:.4g} times the learning rate that the settings ask for",
@@ -334,11 +347,11 @@ ROWS = (
         when=has_one_denominator,
     ),
     Fact(
-        "weights_unused",
-        Limit("loss/halved", 0.49, 0.51),
-        "half the token weights give {x:.2g} times the loss, not 0.5 times",
-        "write -(tokens.token_weights * ..).sum() in compute_loss, without a denominator: a mean"
-        " over a micro-batch depends on how the step was cut",
+        "rollouts_left_out",
+        Limit("episodes/left_out", 0, 0),
+        "{x:.0f} rollouts are left out, {r[episodes/left_out_length]:.2g} times as long as all",
+        "read what chooses rollouts: a limit of tokens, a batch whose end is cut off",
+        when=lambda r, cfg: not cfg.filter_groups,
     ),
     Fact(
         "tokens_left_out",

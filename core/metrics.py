@@ -15,7 +15,6 @@ from algorithms.kl import weighted_kl
 from algorithms.ppo import gae
 from algorithms.tokens import Tokens, minus
 from core import distributed
-from core.algorithm import Algorithm
 from core.batching import Batch
 from core.config import Config
 from core.selection import groups_with_spread, has_failed, num_episodes
@@ -34,8 +33,8 @@ class UpdateStats:
     the algorithm's loss reports, over its tokens in the loss.
     """
 
-    def __init__(self, cfg: Config, algorithm: Algorithm | None = None) -> None:
-        self.cfg, self.algorithm = cfg, algorithm
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
         self.epoch = 0
         self.epoch_sums: dict[str, float] = defaultdict(float)  # over the tokens of this epoch
         self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
@@ -45,7 +44,6 @@ class UpdateStats:
         self.traces: list[tuple[int, Tensor]] = []
         self.pushes: list[float] = []  # for each step: the sum of |d loss / d log π|
         self.num_steps = 0
-        self.halved = math.nan  # what half the token weights give of the loss: 0.5
         # before the first step: the sum over tokens of -log π minus the entropy, which is 0 on
         # average; the sum of the variances of -log π; the number of tokens
         self.surprise = (0.0, 0.0, 0.0)
@@ -77,11 +75,6 @@ class UpdateStats:
         gradient = tokens.logprobs.grad
         assert gradient is not None  # optimizer.backward sets it
         loop_sums["push"] = gradient.abs().sum().item()
-        if self.algorithm and not self.traces:
-            half = Tokens(**tokens.vectors() | {"token_weights": tokens.token_weights / 2})
-            with torch.enable_grad():  # as it refuses a loss without a gradient
-                both = [self.algorithm.compute_loss(t, self.cfg.options)[0] for t in (half, tokens)]
-            self.halved = float(both[0] / both[1])
         weights = [tokens.token_weights, tokens.importance_weights]
         vectors = [tokens.index, tokens.logprobs, *weights, gradient]
         self.traces.append((len(self.pushes), torch.stack([x.cpu().double() for x in vectors])))
@@ -115,7 +108,6 @@ class UpdateStats:
         if not tokens:
             return metrics
         metrics |= {"loss": self.loss, "loss/weight": self.loss_weight}
-        metrics["loss/halved"] = self.halved
         if self.grad_norm is not None:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs).abs()

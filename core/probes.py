@@ -93,8 +93,10 @@ class WeightProbe:
         if names:
             weights = elements(self.weights[name] for name in names)
             masters = elements(self.holders[name] for name in names)
-            unequal = [w != m for w, m in zip(weights, masters, strict=True)]
-            metrics["update/masters_apart"] = torch.cat(unequal).double().mean().item()
+            rounded = [master.to(self.weights[names[0]].dtype).float() for master in masters]
+            for name, others in (("apart", masters), ("unequal", rounded)):
+                differ = [w != other for w, other in zip(weights, others, strict=True)]
+                metrics[f"update/masters_{name}"] = torch.cat(differ).double().mean().item()
         if self.of_step and grad_norm:
             distributed.all_reduce_sum([self.of_step[0]])
             passes, gradient = (x.cpu().double() for x in self.of_step)
@@ -160,11 +162,24 @@ def of_rollouts(cfg: Config, policy: Policy, batch: Batch) -> dict[str, Any]:
     return metrics
 
 
-def of_episodes(sampled: list[Rollout]) -> dict[str, float]:
+def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[str, float]:
     """Metrics of faults: turns without the reward of their steps, prompts without the turn before
-    them."""
+    them, a wrong fraction `correct` of right rollouts, rollouts that are not trained on.
+    """
+    usable = [rollout for rollout in sampled if not rollout.error]
+    if not usable:
+        return {}
+    judged = [rollout for rollout in usable if rollout.info.get("correct", 0) is not None]
+    right = sum(bool(rollout.info.get("correct")) for rollout in judged) / max(1, len(judged))
+    metrics = {"reward/miscounted": abs(right - correct)}
+    trained = {*map(id, batch.rollouts)}
+    left_out = [rollout.num_tokens for rollout in usable if id(rollout) not in trained]
+    if left_out:
+        metrics["episodes/left_out"] = len(left_out)
+        mean_length = statistics.fmean(rollout.num_tokens for rollout in usable)
+        metrics["episodes/left_out_length"] = statistics.fmean(left_out) / mean_length
     misplaced, history_lost = list[bool](), list[bool]()
-    for rollout in [rollout for rollout in sampled if not rollout.error]:
+    for rollout in usable:
         turns, steps = rollout.turns, rollout.steps
         if rollout.agent != PLAYER or len(steps) < len(turns):  # other agents act, or a program
             continue
@@ -176,7 +191,7 @@ def of_episodes(sampled: list[Rollout]) -> dict[str, float]:
                 before = turns[k - 1].prompt_ids + turns[k - 1].completion_ids
                 history_lost.append(turn.prompt_ids[: len(before)] != before)
     faults = {"reward/misplaced": misplaced, "groups/history_lost": history_lost}
-    return {name: statistics.fmean(values) for name, values in faults.items() if values}
+    return metrics | {name: statistics.fmean(values) for name, values in faults.items() if values}
 
 
 @torch.no_grad()

@@ -29,16 +29,9 @@ def predict(
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)  # [U, D]
     compare = divergence and feedback.teacher(divergence, policy, micro, temperature)
     vectors = token_logprobs(
-        hidden,
-        micro.predictors,
-        micro.targets,
-        policy.to_logits,
-        temperature,
-        policy.logits_chunk,
-        micro.kept_ids,
-        entropy_grad,
-        compare,
-    )
+        hidden, micro.predictors, micro.targets, policy.to_logits, temperature,
+        policy.logits_chunk, micro.kept_ids, entropy_grad, compare,
+    )  # fmt: skip
     outputs = dict(zip(("logprobs", "entropy", "varentropy", "divergence"), vectors, strict=False))
     if policy.value_head is not None:
         values = policy.value_head(hidden.float()).squeeze(-1)  # [U]

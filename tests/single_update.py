@@ -25,7 +25,7 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
     class OneUpdate(Run):
         def updates(self):
             self.probe.begin(self.optimizer)
-            yield update, UpdateStats(self.cfg, self.algorithm)
+            yield update, UpdateStats(self.cfg)
 
         def log(self, number, metrics, sampled):
             logged.update(metrics)

@@ -64,17 +64,11 @@ PROBLEMS = {
     "reserve tasks": (Echo, {"draw": lambda self, seed: random.Random(seed).randrange(1000)}),
     "could not convert string": (Echo, {"step": lambda self, text: Step(None, float(text), True)}),
     "step() never returned a Step for b": (Pair, {"seats": ("a",)}),
-    "chat template": (
-        Echo,
-        {
-            "reset": lambda self, seed: [
-                user("<|user|>" + Echo.reset(self, seed)[0]["content"] + "<|assistant|>")
-            ]
-        },
-    ),
+    "chat template": (Echo, {"reset": lambda self, seed: [
+        user("<|user|>" + Echo.reset(self, seed)[0]["content"] + "<|assistant|>")]}),
     "b acts, but is not one of a": (Pair, {"agents": ("a",)}),
     "none of 3 demonstrations succeeds": (Echo, {"step": ends(1.0, True, correct=False)}),
-}
+}  # fmt: skip
 WARNINGS = {
     'without a bool info["correct"]': (Echo, {"step": ends(0.0, True)}),
     "none of 3 episodes of guesses succeeds": (Echo, {

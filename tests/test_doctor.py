@@ -64,15 +64,6 @@ def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(record
     assert ("mean return 0.40 -> 0.70 [0.60, 0.80]" in found) == text.startswith("No answer")
 
 
-def test_held_out_tasks_of_another_kind_are_named():
-    far, near = (trained(evaluation(0.5), **{"reward/correct": x}) for x in (0.76, 0.74))
-    assert "held-out ones: 0.76" in shown(far, env=["sums"])[1][0]
-    for rows, others in ((near, []), (far, ["sums"])):
-        assert len(shown(rows, env=["sums"], eval_env=others)) == 1
-    far[-1]["groups/level"] = 1  # the tasks of training have become harder
-    assert len(shown(far, env=["sums"])) == 1
-
-
 def test_what_was_evaluated_before_an_edit_is_not_compared():
     *_, (alone, _) = shown(edited(trained(evaluation(0.5, p=1e-9)), at=3))
     assert "->" not in alone and alone.endswith("0.50 [0.45, 0.55]")

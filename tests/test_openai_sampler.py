@@ -55,7 +55,7 @@ def test_a_greedy_evaluation_counts_the_episodes_that_fail(server, command):
     server.refuse = lambda number, word: busy.get(number, failing.get(word))
     code, out, err = command(*EVALUATE, "--base-url", server.url)
     assert (code, err) == (0, "") and "2 of 12 episodes failed" in out
-    assert "held-out accuracy before RL (the likeliest tokens; training samples): 1.00" in out
+    assert "held-out accuracy before RL (greedy; training samples its answers): 1.00" in out
     rollouts = read_records(Path("runs/a/rollouts.jsonl"))
     assert [i for i, rollout in enumerate(rollouts) if rollout["error"]] == [3, 5]
     assert len(server.asked) == 14

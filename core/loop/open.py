@@ -93,21 +93,9 @@ def _open(
         for line in filter(None, lines):
             display.say(line)
         run = Run(
-            cfg,
-            info,
-            algorithm,
-            policy,
-            optimizer,
-            collector,
-            sampler,
-            folder,
-            log,
-            display,
-            interrupt,
-            progress,
-            older,
-            reference=teacher,
-        )
+            cfg, info, algorithm, policy, optimizer, collector, sampler,
+            folder, log, display, interrupt, progress, older, reference=teacher,
+        )  # fmt: skip
         if opponents:
             run.save_copy = opponents.save_copy
         yield run

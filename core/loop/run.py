@@ -123,7 +123,7 @@ class Run:
             tokens = self.progress["sampled_tokens"]
             self.optimizer.scale_lr(lr_factor(self.cfg, self.next_update, tokens))
             self.probe.begin(self.optimizer)
-            yield self.next_update, UpdateStats(self.cfg, self.algorithm)
+            yield self.next_update, UpdateStats(self.cfg)
 
     def sync(self) -> None:
         """Gives the sampler the present weights, once the thread of --overlap has sampled."""
@@ -141,7 +141,7 @@ class Run:
         norm = stats.grad_norm if stats.num_steps else None
         metrics |= self.probe.metrics(cfg, norm, lr, steps)
         metrics |= probes.of_rollouts(cfg, self.policy, batch)
-        metrics |= probes.of_episodes(sampled)
+        metrics |= probes.of_episodes(sampled, batch, metrics.get("reward/correct", 0.0))
         metrics |= trace_tokens(self.policy, cfg, batch, stats)
         canary_metrics, canary_state = self.canary
         metrics |= canary_metrics

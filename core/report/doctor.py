@@ -8,7 +8,6 @@ with the same lines, and its output ends with them.
 
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from core import results
@@ -44,13 +43,10 @@ def findings(folder: Path, config: dict[str, Any], records: list[Record]) -> lis
         sentences.append((f"{at}: {text}{example}", advice.replace("SPEC", spec)))
     flags = "--resume", str(folder), "--num-updates", str(2 * results.num_updates(records))
     resume = start_command(config.get("env", ()), *flags)
-    evaluations = results.before_after(records)
-    for env, first, last in evaluations:
+    for env, first, last in results.before_after(records):
         verdict, text = accuracy(env, first, last)
         needs_step = not warnings and last is not first
         sentences.append((text, _next(records, env, last, verdict, resume) if needs_step else ""))
-        if len(evaluations) == len(config.get("env", ())) == 1 and not config.get("eval_env"):
-            sentences += _training_is_ahead(records, env, last)
     return sentences
 
 
@@ -98,19 +94,6 @@ def accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
         notes.append(f"trivial baseline {trivial:.2f}")
     text += f" ({'; '.join(notes)})" if notes else ""
     return verdict, f"{verdict}: {text}" if verdict else text[:1].upper() + text[1:]
-
-
-def _training_is_ahead(records: list[Record], env: str, last: Record) -> list[tuple[str, str]]:
-    """A finding where training is right far more often than the evaluation `last`."""
-    updates = results.updates_of(records)
-    quarter = updates[-max(1, len(updates) // 4) :]
-    right = results.finite_values(quarter, "reward/correct")
-    is_sure = len(right) >= 3 and len({record.get("groups/level") for record in quarter}) == 1
-    if not is_sure or not fmean(right) > results.finite(last, f"eval/{env}/ci_high") + 0.2:
-        return []
-    text = f"Training answers are right far more often than held-out ones: {fmean(right):.2f}"
-    step = "see how held-out tasks differ from those of training, or whether these are few"
-    return [(text, step)]
 
 
 def _next(records: list[Record], env: str, last: Record, verdict: str, resume: str) -> str:

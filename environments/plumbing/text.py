@@ -10,12 +10,9 @@ CONTROL_CHARACTERS = re.compile(r"[^\n\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff
 ESCAPED = re.compile(r"(\\\\)|\\u00(?:[01][0-9a-f]|7f|[89][0-9a-f])|\\u20(?:2[a-e]|6[6-9])|\\[bf]")
 # (a mark that begins a turn, one that follows it), in the templates of many models
 MARKS = [
-    ("<|im_start|>", "<|im_end|>"),
-    ("<|start_header_id|>", "<|end_header_id|>"),
-    ("<start_of_turn>", "<end_of_turn>"),
-    ("<|user|>", "<|assistant|>"),
-    ("[INST]", "[/INST]"),
-]
+    ("<|im_start|>", "<|im_end|>"), ("<|start_header_id|>", "<|end_header_id|>"),
+    ("<start_of_turn>", "<end_of_turn>"), ("<|user|>", "<|assistant|>"), ("[INST]", "[/INST]"),
+]  # fmt: skip
 
 
 def printable(text: str) -> str:
