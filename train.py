@@ -24,7 +24,7 @@ group's standard deviation as the unit. A group whose returns are equal has A = 
 still count in the denominator. In the 25 updates of the default run, w is between 1 - 1e-5 and
 1 + 1e-5, and the norm of the gradient is above 1 in one update.
 
-`off:` names the flags for which a line is there: by default it does nothing.
+A line that ends in `off:` and flags does nothing by default; these flags switch it on.
 
 Shapes: the sampled tokens of an update have the indices 0 to S-1, rollout after rollout. A vector
 [S], such as `batch.advantages`, has a value for each of them, and none for prompts and padding.
@@ -74,7 +74,7 @@ def main(cfg: Config) -> int:
             score_first(run, batch)  # off: π_old before several steps; values; --kl-coef
 
             # 2. Compare them: rewards to advantages [S], and what else compute_loss needs
-            shape_rewards(cfg, batch)  # the rewards of turns, with --gamma (1)
+            shape_rewards(cfg, batch)  # with --gamma (1) and --mask-truncated-completions (no)
             add_advantages(batch, algorithm.compute_advantages(batch, cfg.options))
 
             # 3. A gradient step on all of them: --num-epochs (1) times --num-minibatches (1)

@@ -14,8 +14,7 @@ from core.results import Record, evaluated, finite, updates_of
 
 WINDOW = 5  # updates, where single ones are chance
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
-# how far a mean return has to fall: in standard deviations of a return, and of a mean of P returns
-# (P, not P·G: the rollouts of a task depend on each other)
+# a fall, in standard deviations of a return, and of a mean of P (as a task's rollouts are alike)
 MIN_FALL, CERTAIN_FALL = 0.75, 3.0
 WORSE = "read a few rollouts: does each have the reward of its own answer? Then a lower --lr"
 EXPLAINED = {  # warning -> warnings with the same cause: if one of them holds, it is left out

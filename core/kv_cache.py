@@ -112,10 +112,10 @@ class SharedPrefixCache:
     """
 
     def __init__(
-        self, model: Any, prompt_kv: list[KeysAndValues], mask: Tensor, logits: Tensor, room: int
-    ):
-        """`prompt_kv` of each layer [Q, h, T, d], `mask` [Q, T] bool, `logits` [Q, V]; U is Q.
-        `room`: how many tokens `append` will add to a row."""
+        self, model: Any, prompt_kv: list[KeysAndValues], mask: Tensor, logits: Tensor,
+        max_new_tokens: int,
+    ):  # fmt: skip
+        """`prompt_kv` of each layer [Q, h, T, d], `mask` [Q, T] bool, `logits` [Q, V]; U is Q."""
         self.model, self.logits = model, logits
         self.prompt_of = torch.arange(len(mask), device=mask.device)  # [U]
         self.width = 0  # tokens appended to each row
@@ -123,7 +123,7 @@ class SharedPrefixCache:
         self.padding = None if mask.all() else ~mask[:, None, None]  # [Q, 1, 1, T]
         self.prompt_kv = [(k.transpose(2, 3).contiguous(), v.contiguous()) for k, v in prompt_kv]
         _, kv_heads, _, head_dim = prompt_kv[0][1].shape
-        shape = (len(mask), kv_heads, room, head_dim)
+        shape = (len(mask), kv_heads, max_new_tokens, head_dim)
         self.row_kv = [(v.new_empty(shape), v.new_empty(shape)) for _, v in prompt_kv]
         self._index_rows()
 

@@ -213,9 +213,10 @@ def attend(
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, d]
         options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA else {}
         # causal: the last query of each sequence is at its last key
-        k, v = k[tree.key_index], v[tree.key_index]
-        sizes = tree.query_ends, tree.key_ends, tree.max_queries, tree.max_keys
-        output = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=(-1, 0), **options)
+        output = varlen_attn(
+            q, k[tree.key_index], v[tree.key_index], tree.query_ends, tree.key_ends,
+            tree.max_queries, tree.max_keys, scale=scaling, window_size=(-1, 0), **options,
+        )  # fmt: skip
         return cast(Tensor, output)[None], None
     keys, mask = tree.keys_and_mask(query.dtype)
     q = pad(query[0], (0, 0, 0, len(keys) * tree.block - len(tree)))

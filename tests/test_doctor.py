@@ -56,6 +56,7 @@ NEVER = {"update": 0} | evaluation(0.0, return_mean=0.4)  # is an answer right
     ([NEVER, EARNS | {ROSE: 6}], "No answer counts as right, and the return rose", "more up"),
     ([NEVER, EARNS | {ROSE: 1, FELL: 9}], "No answer counts as right, and the return fell", "more"),
     ([NEVER, EARNS | {ROSE: 5}], "No answer counts as right, and the return may be as", "more up"),
+    ([NEVER, EARNS], "No answer counts as right: held-out", "more up"),  # an older log
     ([{"update": 0} | evaluation(0.2)], "Held-out accuracy on sums [95%]: 0.20 [0.15, 0.25]", ""),
 ])  # fmt: skip
 def test_the_verdict_is_that_of_the_paired_test_and_the_next_step_follows(records, text, step):

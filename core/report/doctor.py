@@ -78,12 +78,14 @@ def accuracy(env: str, first: Record, last: Record) -> tuple[str, str]:
         when = f"at update {first['update']}" if first["update"] else "before RL"
         text += f" {when} -> {accuracy_of(env, last)} after {last['update']} updates"
         if never_right(env, (first, last)):
-            fell, rose = (last.get(f"eval/{env}/return_{k}", 0) for k in ("fell", "rose"))
-            change = "rose" if rose > fell else "fell"
-            change = change if mcnemar(fell, rose) < CLEAR else "may be as before"
-            verdict = f"No answer counts as right, and the return {change}"
+            verdict = "No answer counts as right"
             notes.append(f"mean return {return_of(env, first)} -> {return_of(env, last)}")
-            notes.append(f"higher on {rose} tasks, lower on {fell}")
+            if f"eval/{env}/return_rose" in last:
+                fell, rose = (last.get(f"eval/{env}/return_{k}", 0) for k in ("fell", "rose"))
+                change = "rose" if rose > fell else "fell"
+                change = change if mcnemar(fell, rose) < CLEAR else "may be as before"
+                verdict += f", and the return {change}"
+                notes.append(f"higher on {rose} tasks, lower on {fell}")
         elif p_value is not None:
             rose = last[f"eval/{env}/accuracy"] > first[f"eval/{env}/accuracy"]
             change = "It learns" if rose else WORSE
