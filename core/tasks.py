@@ -19,13 +19,7 @@ from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import Rollout
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, RunInfo, as_multi
-from environments.plumbing.registry import (
-    Constructor,
-    EnvSpec,
-    begin_run,
-    describe_error,
-    make,
-)
+from environments.plumbing.registry import Constructor, EnvSpec, begin_run, describe_error, make
 from environments.plumbing.tools import schemas
 
 # options that make a task harder

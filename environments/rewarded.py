@@ -183,7 +183,7 @@ class Rewarded(Env):
                 indices = [i for i, env in enumerate(batch) if env.row is row]
                 row_envs = [batch[i] for i in indices]
                 try:
-                    row_steps = _judge(row_envs, [responses[i] for i in indices], row)
+                    row_steps = _judge(row_envs, [responses[i] for i in indices])
                 except Exception as error:
                     row_steps = [error] * len(row_envs)
                 for i, step in zip(indices, row_steps, strict=True):
@@ -371,10 +371,8 @@ def _completion(prompt: str | list[Message], response: str) -> Any:
     return [*getattr(response, "earlier", ()), last]
 
 
-def _judge(
-    batch: Sequence[Rewarded], responses: Sequence[str], row: PlacedRow | None = None
-) -> list[Step | Exception]:
-    """The steps of these episodes, with one call of each function. `row`: as in `_named`."""
+def _judge(batch: Sequence[Rewarded], responses: Sequence[str]) -> list[Step | Exception]:
+    """The steps of these episodes, with one call of each function."""
     first = batch[0]
     extras: dict[str, list[Any]] = defaultdict(list)  # by log_extra: column -> values
     metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric: name -> values
@@ -400,16 +398,16 @@ def _judge(
         shared["environments"] = [env.world for env in batch]
     returned: dict[str, Any] = {}  # by function
     for name, function, _ in first.functions:
-        with _named(name, row):
+        with _named(name, first):
             returned[name] = function(**_arguments(function, per_completion, shared))
     awaitables = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if awaitables:
-        returned |= event_loop.wait_for(_await_all(awaitables, row))
+        returned |= event_loop.wait_for(_await_all(awaitables, first))
     values = [dict[str, float]() for _ in batch]  # of the functions that apply to a completion
     means = {name: statistics.fmean(samples) for name, samples in metrics.items()}
     logged = [dict[str, Any](means) for _ in batch]  # info of a completion
     for name, rewards in returned.items():
-        with _named(name, row):
+        with _named(name, first):
             for values_by_name, reward in zip(values, _floats(rewards, len(batch)), strict=True):
                 if not math.isnan(reward):
                     values_by_name[name] = reward
@@ -449,25 +447,26 @@ def _floats(rewards: Any, count: int) -> list[float]:
     return floats
 
 
-async def _await_all(awaitables: dict[str, Any], row: PlacedRow | None) -> dict[str, Any]:
+async def _await_all(awaitables: dict[str, Any], env: Rewarded) -> dict[str, Any]:
     async def wait(name: str) -> Any:
-        with _named(name, row):
+        with _named(name, env):
             return await awaitables[name]
 
     return dict(zip(awaitables, await asyncio.gather(*map(wait, awaitables)), strict=True))
 
 
 @contextmanager
-def _named(name: str, row: PlacedRow | None) -> Iterator[None]:
-    """Lets an exception of the block name the reward function, and the row if it is for one row."""
+def _named(name: str, env: Rewarded) -> Iterator[None]:
+    """Lets an exception of the block name the reward function, and the row of `env`: each row is
+    judged again by itself after an exception."""
     try:
         yield
     except EnvFailure as error:
         raise EnvFailure(f"{name}: {error}") from error
     except Exception as error:
-        hints = {"string indices": OF_TEXTS, "'list'": OF_CHATS, "SimpleNamespace": OF_STATE}
-        hints[" required "] = f"; columns: {', '.join(row or [])}"
+        hints = {"SimpleNamespace": OF_STATE, " required ": f"; columns: {', '.join(env.row)}"}
+        is_text = isinstance(env.opening, str)
+        hints |= {"string indices": OF_TEXTS} if is_text else {"'list'": OF_CHATS}
         hint = next((hints[part] for part in hints if part in str(error)), "")
-        place = f" ({row.place})" if row else ""
-        text = f"{name}: {type(error).__name__}: {error!s:.200}{hint}{place}"
+        text = f"{name}: {type(error).__name__}: {error!s:.200}{hint} ({env.row.place})"
         raise RuntimeError(text) from error

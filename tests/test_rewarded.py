@@ -74,6 +74,8 @@ def strict(completions, answer):
     return [float(int(a) < 30) for a in answer]
 async def strict_too(completions, answer):
     return [float(([a] if a == "none" else a).isdigit()) for a in answer]
+def of_texts(completions):
+    return [float(len(text.strip())) for text in completions]
 def once(completions, **columns):
     calls.append(completions)
     if len(calls) == 1:
@@ -186,12 +188,14 @@ def test_a_function_that_returns_no_rewards_fails_its_batch(functions, error):
 
 @pytest.mark.parametrize(("functions", "errors"), [
     ("strict", [r"strict: ValueError: invalid literal .* 'none' \(bad.jsonl:1\)"]), ("once", []),
-    ("strict_too", [r"too: Attr.*completion\[0\]"]), ("times", ["columns: prompt, answer"] * 3),
+    ("strict_too", [r"too: Attr[^;]* \(bad"]), ("times", ["columns: prompt, answer"] * 3),
     ("of_messages", ["make each prompt a list of messages"] * 3), ("late", ["global_step"] * 3),
+    ("of_texts", [r"completion\[0\]"]),
 ])  # fmt: skip
 def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(functions, errors):
     """After an exception each row is judged by itself."""
-    write("bad.jsonl", [{"prompt": "Say it.", "answer": "none"}, *ROWS])
+    prompt = [USER | {"content": "Say it."}, USER] if functions == "of_texts" else "Say it."
+    write("bad.jsonl", [{"prompt": prompt, "answer": "none"}, *ROWS])
     spec = spec_of(functions, "bad.jsonl")
     env = make(spec)
     seeds = [next(i for i in range(999) if prompts_of(env, [i]) == [f"Say {text}."])

@@ -3,14 +3,7 @@
 import pytest
 
 from core.config import Config
-from core.tasks import (
-    demo_tasks,
-    eval_tasks,
-    harder,
-    next_level,
-    train_tasks,
-    with_difficulty,
-)
+from core.tasks import demo_tasks, eval_tasks, harder, next_level, train_tasks, with_difficulty
 from core.types import Rollout
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
 from environments.plumbing.registry import EnvSpec

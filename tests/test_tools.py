@@ -7,6 +7,7 @@ import asyncio
 import enum
 import json
 import re
+from functools import lru_cache, wraps
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -301,7 +302,7 @@ def tag(words: list[str], kind: Literal["noun", "verb"] | None = None) -> list:
     (call_text("tag", words=[], kind=None), r"\[\[\], None\]"),
 ])  # fmt: skip
 def test_a_call_has_a_result_and_the_episode_goes_on(call, result):
-    env = adder_with(tag)
+    env = adder_with(wraps(tag)(lambda **arguments: tag(**arguments)))
     step, failed = env.answer(call), result.startswith("error")
     assert re.match(result, step.message["content"])
     assert (step.done, step.info["tool_calls"], step.info["tool_errors"]) == (False, 1, failed)
@@ -335,11 +336,15 @@ def test_a_tool_that_cannot_be_called_is_refused(found, named):
 
 
 def test_async_tools_are_awaited_in_one_event_loop():
+    @lru_cache
+    def never() -> str:
+        """Is not called."""
+
     async def loop() -> int:
         """Names the event loop."""
         return id(asyncio.get_running_loop())
 
-    env = adder_with(loop)
+    env = adder_with(loop, never)
     first, second = env.answer(call_text("loop") * 2).messages
     assert env.waits and first == second and int(first["content"])
 

@@ -186,10 +186,6 @@ def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> list[bool | N
     return [step.info.get("correct", missing) for step in last_steps.values()]
 
 
-def _always(text: str) -> Callable[[str, int], str]:
-    return lambda agent, turn: text
-
-
 def _check_two_answers(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
     """Joins each demonstration with a wrong answer: the next task's demonstration."""
     if report.longest != 1 or not report.demonstrations or not isinstance(env, SingleAgentEnv):
@@ -219,7 +215,7 @@ def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
     """Answers with each text three times, so that it also meets the last retry."""
     for seed, text in enumerate(ODD_TEXTS):
         try:
-            _play(report, env, seed, _always(text), max_turns=3)
+            _play(report, env, seed, lambda agent, turn, text=text: text, max_turns=3)
         except (Exception, SystemExit) as error:
             response = f"response {text[:30]!a} of {len(text)} characters"
             raise UsageError(f"{response}: {describe_error(error)}") from error

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
@@ -193,12 +193,15 @@ class EnvSpec:
         for source, name in re.findall(r"([\w.]+):(\w+)", str(self)):
             module = sys.modules.get(source)
             value = OBJECTS.get(name) if source == "python" else getattr(module, name, None)
-            if callable(value):
-                codes += [code_of(value), code_of(getattr(value, "func", type(value)))]
+            codes.append(code_of(value) if callable(value) else "")
             if source != "__main__":
                 files.append(Path(getattr(module, "__file__", None) or ""))
-        contents = [file.read_bytes() for file in files if file.is_file()]
-        return zlib.crc32(b"".join([repr(codes).encode(), *contents]))
+        checksum = zlib.crc32(repr(codes).encode())
+        for file in filter(Path.is_file, files):
+            with file.open("rb") as lines:
+                for line in lines:
+                    checksum = zlib.crc32(line, checksum)
+        return checksum
 
     @property
     def opponent(self) -> str:
@@ -363,21 +366,27 @@ def import_source(source: str) -> ModuleType:
         text = describe_error(error)
         if "relative import" in text and source.endswith(".py"):
             file = Path(source).resolve()
-            level = len(
-                max(re.findall(r"(?m)^\s*from +(\.+)", file.read_text("utf-8")), default=".")
-            )
-            module = ".".join([*file.parts[-level - 1 : -1], file.stem])
-            text += f"; in {file.parents[level]}, name {module}:NAME in its place"
+            dots = re.findall(r"(?m)^\s*from +(\.+)", file.read_text("utf-8"))
+            root = -len(max(dots, default=".")) - 1
+            module = ".".join([*file.parts[root:-1], file.stem])
+            text += f"; in {Path(*file.parts[:root])}, name {module}:NAME in its place"
         raise UsageError(text) from error
 
 
 def code_of(value: Any) -> str:
-    """What a function or the methods of a class do, as a text that is the same in each process."""
+    """What a function, or the methods of a class or of a callable object, do: a text that is the
+    same in each process."""
     parts: list[Any] = [getattr(value, key) for key in OF_FUNCTION if hasattr(value, key)]
     if isinstance(value, CodeType):
         parts = [value.co_code, value.co_names, *value.co_consts]
     elif isinstance(value, type):
         parts = [part for part in vars(value).values() if inspect.isroutine(part)]
+    elif isinstance(value, partial):
+        parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, tuple | list | dict):
+        parts = [*(value.items() if isinstance(value, dict) else value)]
+    elif callable(value) and not inspect.isroutine(value):
+        parts.append(type(value))
     return repr([*map(code_of, parts)] or content_of(value))
 
 

@@ -84,8 +84,9 @@ def schemas(env: Any) -> list[dict[str, Any]]:
         name = getattr(tool, "__name__", repr(tool))
         try:
             schema = get_json_schema(tool)
-            inspect.signature(tool).bind(**parameters_of(schema))  # as a call does, by name
-            if inspect.getfullargspec(tool).varkw:
+            signature = inspect.signature(tool)
+            signature.bind(**parameters_of(schema))  # as a call does, by name
+            if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
                 raise TypeError("name each argument in place of **")
             hints = get_type_hints(tool)
             if any(_is_enum(hint) for key, hint in hints.items() if key != "return"):
