@@ -136,7 +136,7 @@ def no_reward(records: list[Record], cfg: Config) -> str:
 
 def _has_dead_groups(r: Numbers, cfg: Config) -> bool:
     """Whether returns differ in too few of the groups that are not all right."""
-    unsolved = 1 - r["groups/all_right"]
+    unsolved = 1 - (r["groups/all_right"] if "groups/all_right" in r.record else 0.0)
     differing = 1 - r["groups/zero_std_fraction"]
     return by_group(cfg) and unsolved > 0.1 and differing <= unsolved / 4
 

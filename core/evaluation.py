@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from core.metrics import is_correct, opening_of
+from core.metrics import is_correct, judged, opening_of
 from core.pool import is_program
 from core.results import accuracy_of, evaluated, mcnemar, never_right, return_of
 from core.selection import has_failed, num_episodes
@@ -46,21 +46,22 @@ def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     counted, metrics = played(rollouts), dict[str, float]()
     tasks = distinct_tasks(counted)
     for seat, episodes in by_seat(counted).items():
-        correct = task_means(tasks, episodes, map(is_correct, episodes))
-        low, high = wilson(sum(correct.values()), len(correct))
+        verdicts = judged(episodes)
+        correct = task_means(tasks, verdicts, map(is_correct, verdicts)).values()
+        if correct:
+            metrics[f"eval/{seat}/accuracy"] = sum(correct) / len(correct)
+            low, high = wilson(sum(correct), len(correct))
+            metrics |= {f"eval/{seat}/ci_low": low, f"eval/{seat}/ci_high": high}
         by_task = task_means(tasks, episodes, (r.episode_return for r in episodes))
         returns = torch.tensor([*by_task.values()], dtype=torch.float64)
         has_spread = len(returns.unique()) > 1
         error = 1.96 * returns.std().item() / math.sqrt(len(returns)) if has_spread else math.nan
         metrics |= {
-            f"eval/{seat}/accuracy": sum(correct.values()) / len(correct),
-            f"eval/{seat}/ci_low": low,
-            f"eval/{seat}/ci_high": high,
             f"eval/{seat}/return_mean": returns.mean().item(),
             f"eval/{seat}/return_low": returns.mean().item() - error,
             f"eval/{seat}/return_high": returns.mean().item() + error,
             f"eval/{seat}/tokens_mean": statistics.fmean(r.num_tokens for r in episodes),
-            f"eval/{seat}/tasks": len(correct),
+            f"eval/{seat}/tasks": len(by_task),
             f"eval/{seat}/openings": len({*map(opening_of, episodes)}),
         }
         for key, name in (("lenient", "lenient"), ("tool_calls", "called")):
@@ -107,7 +108,7 @@ def comparisons(
         if first_answers is not answers and common:
             same = statistics.fmean(first_answers[key] == answers[key] for key in common)
             results[f"eval/{env}/same_answers"] = same
-        correct = {keys[id(r)]: is_correct(r) for r in of_env}
+        correct = {keys[id(r)]: is_correct(r) for r in judged(of_env)}
         first = progress.setdefault("first_correct", {}).setdefault(env, correct)
         returns = {keys[id(r)]: r.episode_return for r in of_env}
         first_returns = progress.setdefault("first_returns", {}).setdefault(env, returns)
@@ -115,7 +116,7 @@ def comparisons(
             trained_on = [openings[key] for key in map(opening_key, episodes) if key in openings]
             if trained_on:
                 results[f"eval/{seat}/seen"] = statistics.fmean(trained_on)
-            again = [r for r in episodes if keys[id(r)] in first]
+            again = [r for r in judged(episodes) if keys[id(r)] in first]
             if not again:
                 continue
             correct_before = [float(first[keys[id(r)]]) for r in again]
@@ -240,8 +241,9 @@ def trivial_accuracy(
     with closing(make(tasks[0].env)) as env:
         if not isinstance(env, Env) or type(env).trivial is Env.trivial:
             return None
-    episodes = played(play_trivial(tasks))
-    return statistics.fmean(task_means(distinct, episodes, map(is_correct, episodes)).values())
+    episodes = judged(played(play_trivial(tasks)))
+    correct = task_means(distinct, episodes, map(is_correct, episodes))
+    return statistics.fmean(correct.values()) if correct else None
 
 
 def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -150,18 +150,14 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     # openings may differ within a group where another agent acts before the first turn
     one_agent = {rollout.agent for rollout in rollouts} == {PLAYER}
     openings = [set(map(opening_of, group)) for group in groups.values()]
-    told = judged(rollouts)
-    correct = [[*map(is_correct, g)] for g in map(judged, groups.values()) if g] or [[False]]
-    return {
+    correct = [[*map(is_correct, group)] for group in map(judged, groups.values()) if group]
+    metrics: dict[str, float] = {
         "reward/mean": returns.mean().item(),
         "reward/std": returns.std(correction=0).item(),
         "reward/min": returns.min().item(),
         "reward/max": returns.max().item(),
-        **({"reward/correct": statistics.fmean(map(is_correct, told))} if told else {}),
         "groups/zero_std_fraction": (len(groups) - len(alive)) / len(groups),
         **({"groups/openings": statistics.fmean(map(len, openings))} if one_agent else {}),
-        "groups/all_right": statistics.fmean(map(all, correct)),
-        "groups/all_wrong": statistics.fmean(not any(group) for group in correct),
         "length/mean": statistics.fmean(lengths),
         "length/hit_token_limit": statistics.fmean(t.finish_reason == "length" for t in turns),
         "episodes/turns": len(turns) / len(rollouts),
@@ -169,8 +165,12 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         "episodes/failed": 1 - (played + unjudged) / (played + unjudged + failed),
         **({"episodes/no_reward": unjudged / (played + unjudged + failed)} if unjudged else {}),
         "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
-        **_info_means(rollouts),
     }
+    if correct:
+        metrics["reward/correct"] = statistics.fmean(x for group in correct for x in group)
+        metrics["groups/all_right"] = statistics.fmean(map(all, correct))
+        metrics["groups/all_wrong"] = statistics.fmean(not any(group) for group in correct)
+    return metrics | _info_means(rollouts)
 
 
 def opening_of(rollout: Rollout) -> tuple[int, ...]:

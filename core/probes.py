@@ -20,7 +20,7 @@ from core.config import Config, needs
 from core.context import Agent
 from core.episodes import Episode, RolloutCollector, Wanted
 from core.faults import UsageError
-from core.metrics import opening_of
+from core.metrics import judged, opening_of
 from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.pool import EnvCall, is_program
@@ -169,9 +169,8 @@ def of_episodes(sampled: list[Rollout], batch: Batch, correct: float) -> dict[st
     usable = [rollout for rollout in sampled if not rollout.error]
     if not usable:
         return {}
-    judged = [rollout for rollout in usable if rollout.info.get("correct", 0) is not None]
-    right = sum(bool(rollout.info.get("correct")) for rollout in judged) / max(1, len(judged))
-    metrics = {"reward/miscounted": abs(right - correct)}
+    right = [bool(rollout.info.get("correct")) for rollout in judged(usable)]
+    metrics = {"reward/miscounted": abs(sum(right) / max(1, len(right)) - correct)}
     trained = {*map(id, batch.rollouts)}
     left_out = [rollout.num_tokens for rollout in usable if id(rollout) not in trained]
     if left_out:
@@ -278,7 +277,8 @@ def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any
     classes = {e: c for e, c in classes.items() if isinstance(c, type) and issubclass(c, Env)}
     envs = [env for env, cls in classes.items() if cls.demonstrate != Env.demonstrate]
     tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS * bool(envs), hasty=0.0)
-    played = [r for r in collector.demonstrate(tasks) if not r.error and not r.episode_truncated]
+    played = judged([r for r in collector.demonstrate(tasks) if not r.error])
+    played = [rollout for rollout in played if not rollout.episode_truncated]
     if not played:
         return {}
     wrong = [r for r in played if not r.info.get("correct", r.episode_return > 0)]

@@ -251,10 +251,8 @@ def _has_run_again(old: Any, new: Any) -> bool:
     undecorated = inspect.unwrap(old), inspect.unwrap(new)
     codes = [getattr(f, "__code__", f) for f in (old, new, *undecorated)]
     names = [getattr(code, "co_qualname", "<") for code in codes]  # with <: lambda, local function
-    has_name = (
-        names[::2] == names[1::2] and "<" not in names[2] and old.__module__ == new.__module__
-    )
-    return has_name and codes[2] is not codes[3]
+    is_other_code = codes[2] is not codes[3] and old.__module__ == new.__module__
+    return names[::2] == names[1::2] and "<" not in names[2] and is_other_code
 
 
 def begin_run(info: RunInfo) -> None:

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from algorithms import grpo
-from core.batching import (
-    add_advantages,
-    cut,
-    micro_batches,
-    minibatches,
-    shape_rewards,
-    to_tokens,
-)
+from core.batching import add_advantages, cut, micro_batches, minibatches, shape_rewards, to_tokens
 from core.config import Config
 from core.faults import UsageError
 from core.types import Rollout, Turn

@@ -70,7 +70,7 @@ PROBLEMS = {
     "none of 3 demonstrations succeeds": (Echo, {"step": ends(1.0, True, correct=False)}),
 }  # fmt: skip
 WARNINGS = {
-    'without a bool info["correct"]': (Echo, {"step": ends(0.0, True)}),
+    'without info["correct"]': (Echo, {"step": ends(0.0, True)}),
     "none of 3 episodes of guesses succeeds": (Echo, {
         "step": lambda self, response: Step(user("again"), 0.0, False, {"correct": False}),
         "demonstrate": lambda self, hasty=False: "0" if hasty else None,
@@ -100,6 +100,9 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures(monkeypatch
     assert len(report.openings) > 595 and len(report.held_out) > 295
     pair = report_of(Pair, monkeypatch)
     assert pair.problems == [] and pair.rewards == {0.5}
+    unjudged = type("Unjudged", (Echo,), {"step": ends(0.0, True, correct=None)})
+    lines = [*report_of(unjudged, monkeypatch).lines()]
+    assert "correct 0 of 0" in lines[2] and lines[-1] == "no problem(s), 0 warning(s)"
     assert report_of(Begun, monkeypatch).demonstrations == [(1.0, True)] * 3
     silent = type("Silent", (Echo,), {"demonstrate": lambda self, hasty=False: None})
     assert report_of(silent, monkeypatch).warnings == []  # every guess was "?"

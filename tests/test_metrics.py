@@ -29,7 +29,7 @@ def rollout(reward, group=0, tokens=2, reason="stop", **info):
 
 def evaluated(seed, opening, answer, correct, agent="player", env="e", asked="?", later=()):
     """A greedy episode, often of one turn; `opening` and `answer` stand for token ids."""
-    turn = Turn([opening], [answer], [0.0], "stop", float(correct))
+    turn = Turn([opening], [answer], [0.0], "stop", float(correct or 0))
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "it"}]
     return Rollout(env, agent, seed, seed, messages, [turn, *later], info={"correct": correct})
 
@@ -72,7 +72,8 @@ def test_rollout_metrics_by_hand():
     metrics = rollout_metrics(Config(), rollouts)
     correct = metrics["reward/correct"], metrics["groups/all_right"]
     assert correct == (4 / 6, 3 / 4) and "groups/openings" not in metrics
-    assert "reward/correct" not in rollout_metrics(Config(), rollouts[5:6])
+    names = {"reward/correct", "groups/all_right", "groups/all_wrong"}
+    assert not names & rollout_metrics(Config(), rollouts[5:6]).keys()
 
 
 def test_the_interval_of_wilson_and_the_p_of_mcnemar_by_hand():
@@ -186,6 +187,9 @@ GAMES = [(evaluated(g, g, 9, g < 3, "X"), evaluated(g, g, 9, g == 3, "O")) for g
       for seed, reward in enumerate((0.0, 0.0, 0.0, 0.5))], {"e/tasks": 4}),
     ([evaluated(seed, 1, 9, True, later=[Turn([1, 9, prompt], [2], [0.0], "stop", 0.0)])
       for seed, prompt in enumerate((7, 7, 7, 8))], {"e/tasks": 4}),
+    # nobody can tell whether two are right
+    ([evaluated(s, s, 9, c) for s, c in enumerate((True, None, False, None))],
+     {"e/accuracy": 0.5, "e/tasks": 4, "e/ci_low": wilson(1, 2)[0]}),
     # two answers to one question: two tasks
     ([evaluated(0, 1, 8, True), evaluated(1, 1, 9, False), evaluated(2, 2, 9, True)],
      {"e/accuracy": 0.75, "e/tasks": 2}),
@@ -215,6 +219,9 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
 
     assert p_value(right=(), seeds=range(6)) == 1.0
     assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == 0.5
+    unjudged = [evaluated(s, s // 2, 8, None) for s in range(6)]
+    assert "eval/e/accuracy" not in accuracy_metrics(unjudged)
+    assert "eval/e/p_value" not in compared(progress, unjudged)
     earn = [evaluated(s, s, 8, False, later=[Turn([9], [9], [0.0], "stop", reward)])
             for s, reward in enumerate((1.0, -1.0, 0.5, 1e-9, -1e-9))]  # fmt: skip
     found = compared(progress, earn)

@@ -21,15 +21,7 @@ from core.report.summary import repeat_command
 from core.settings import read_settings
 from environments.base import Env, RunInfo, Step
 from environments.plumbing import registry
-from environments.plumbing.registry import (
-    ENVIRONMENTS,
-    EnvSpec,
-    absolute,
-    import_attribute,
-    make,
-    name_object,
-    register,
-)
+from environments.plumbing.registry import EnvSpec, absolute, import_attribute, make, register
 from environments.rewarded import of_objects
 
 GAMES = """
@@ -62,7 +54,7 @@ def place(tmp_path, monkeypatch, command):
             GAMES.replace("from words", "from my_envs.words", folder != home)
         )
     monkeypatch.chdir(home)
-    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
+    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(registry.ENVIRONMENTS))
     register("typed")(typed)
     registry.OBJECTS.clear()
     return home
@@ -146,14 +138,12 @@ def test_files_are_modules_of_their_own(place):
     ("none.py:Maze", "no file none.py"), ("games.py", "FILE.py:Class"),
     ("games.py:Maze:bad", "key=value"), ("games.py:Labyrinth", "no Labyrinth"),
     ("pathlib:PurePath", "no Env"), ("Reverse", "did you mean reverse?"),
-    ("games.py:Maze:size=9", "KeyError: 9 (games.py, line 7)"),
-    ("broken.py:Maze", "broken.py, line 2"),
+    ("games.py:Maze:size=9", "KeyError: 9 (games.py, line 7)"), ("broken.py:Maze", ".py, line 2"),
     ("my_envs/inside.py:Maze", "name my_envs.inside:NAME"),
     ("my_envs/parts/c.py:Maze", "/home, name my_envs.parts.c:NAME"),
     ("games.py:Maze:plain=5", "size, level"),
     ("typed:depth=1,depth=1", "key=value"), ("typed:mode=medium", "easy, hard"),
-    ("typed:sizes=[3,x]", "list[int]"),
-    ("typed:loud=5", "bool"), ("typed:rate=nan", "float"),
+    ("typed:sizes=[3,x]", "list[int]"), ("typed:loud=5", "bool"), ("typed:rate=nan", "float"),
     *[(spec, spec) for spec in """letter_counting:difficulty=11 tic_tac_toe:opponent=human
         reverse:length=51 iterated_game:rounds=0 math_qa:data=gsm9k calculator:digits=10
         reward_hacking:proxy_weight=2 wikipedia_maze:n_hops=7""".split()],
@@ -173,9 +163,8 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
 ):
     code, _, err = command("--env", "games.py:Maze:size=4", *SMALL, "--run-name", "a")
     assert code == 0, err
-    run = place / "runs/a"
     spec = f"{place}/games.py:Maze:size=4"
-    assert yaml.safe_load((run / "config.yaml").read_text())["env"] == [spec]
+    assert yaml.safe_load((place / "runs/a/config.yaml").read_text())["env"] == [spec]
     place.rename(tmp_path / "moved")
     other = tmp_path / "other"
     other.mkdir()
@@ -258,7 +247,7 @@ SETTINGS = Config(
 
 def test_an_environment_is_given_as_an_object_of_python_and_told_of_its_run(place, capsys):
     env, told = Turns(2), []
-    copies = [make(name_object(env)) for _ in range(2)]
+    copies = [make(registry.name_object(env)) for _ in range(2)]
     assert [copy.step("a").reward for copy in copies] == [2.0, 2.0]
     assert env.turns == 0 and env.shared == []  # episodes are played with copies
 

@@ -10,16 +10,18 @@ from conftest import SMALL, load_small, metrics_of
 from test_environments_readme import block
 from test_episodes import Scripted
 
+from core.config import Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.files.run_log import read_records
+from core.loop.outputs import note_changes
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
 from core.tiny import PRETRAINED, write_tiny
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, NoReward, RunInfo, is_held_out
-from environments.plumbing.registry import EnvSpec, absolute, import_source, make
+from environments.plumbing.registry import ENVIRONMENTS, EnvSpec, absolute, import_source, make
 from environments.plumbing.text import is_rendered
 from environments.plumbing.tools import call_text
 from environments.rewarded import Rewarded, of_objects
@@ -221,15 +223,16 @@ class Judge:
 
 
 def test_functions_of_one_name_are_different_ones_but_for_a_cell_that_runs_again():
-    cells, made, judges = [{}, {}], {}, [Judge(), Judge()]
-    for cell in cells:
-        exec("def judge(completions): return [1.0]", {"__name__": "cell"}, cell)
+    cells, made, judges = [{}, {}, {}], {}, [Judge(), Judge()]
+    for cell, module in zip(cells, ("cell", "cell", "other"), strict=True):
+        exec("def judge(completions): return [1.0]", {"__name__": module}, cell)
     loop = "for n in (0, 1):\n  def judge(completions, n=n): return [n]\n  made[n] = judge"
     exec(loop, {"__name__": "loop", "made": made})
-    again = [cell["judge"] for cell in cells]
+    *again, other = [cell["judge"] for cell in cells]
     negative = [functools.wraps(f)(lambda completions: [-1.0]) for f in again]
     assert of_objects(ROWS, again).endswith("reward=python:judge python:judge_2")
-    for different in ([again[1], negative[0]], [judge.score for judge in judges], made.values()):
+    methods = [judge.score for judge in judges]
+    for different in ([again[1], negative[0]], methods, made.values(), [again[0], other]):
         assert len({of_objects(ROWS, f) for f in different}) == 2
     for same in (again, negative, [judges[0].score] * 2):
         assert len({of_objects(ROWS, f) for f in same}) == 1
@@ -346,16 +349,26 @@ def test_values_are_those_of_the_file(datasets):
     assert make(spec_of("two", "b.parquet")).train == lines
 
 
-def test_a_change_of_what_a_spec_names_is_seen(datasets):
+def test_a_change_of_what_a_spec_names_is_seen(datasets, monkeypatch):
     code, cell, seen = "def right(completions): return [{}.0]", {"__name__": "cell"}, []
-    for n in (0, 0, 1):
+    progress, changes = {}, []
+    for n, both in ((0, {8, 0}), (0, {0, 8}), (1, {0, 8})):  # equal sets in another order
+        rewarded.OBJECTS.clear()
+        progress["first_returns"] = {"x": 1}
         Path("judges.py").write_text(code.format(n))
         import_source("judges")
         exec(code.format(n), cell)
         datasets.Dataset.from_list([{"prompt": str(n)}]).save_to_disk("whole")
         specs = [f"rewarded:reward={name}:right" for name in ("judges.py", "judges")]
-        specs += ["rewarded:data=./whole", of_objects("a.jsonl", cell["right"])]
+        monkeypatch.setitem(ENVIRONMENTS, "mine", type("Mine", (), {"step": cell["right"]}))
+        judge = type("Judge", (), {"__call__": cell["right"], "calls": n})()
+        default = lambda completions, given=(both, n): given  # noqa: E731
+        functions = [cell["right"], default, functools.partial(print, {"a": (both, n)}), judge]
+        specs += ["rewarded:data=./whole", "mine", *(of_objects("a.jsonl", f) for f in functions)]
         seen.append([EnvSpec.read(spec).checksum() for spec in specs])
+        cfg = Config(env=(EnvSpec.read("reverse"),), eval_env=(EnvSpec.read("mine"),))
+        changes.append((note_changes(cfg, progress), progress["first_returns"]))
+    assert changes == [([], {"x": 1})] * 2 + [(["options, code or data of mine"], {})]
     assert seen[0] == seen[1] and all(a != b for a, b in zip(seen[1], seen[2], strict=True))
 
 
@@ -363,10 +376,10 @@ def test_a_run_with_another_threshold_does_not_learn(command):
     specs = [spec_of("zero", name="x", threshold=threshold) for threshold in (1, 0)]
     assert command("--env", specs[0], *SMALL, "--run-name", "a")[0] == 0
     _, out, _ = command("--resume", "runs/a", "--num-updates", 2, "--env", specs[1])
-    changes = (
-        f"env ['{specs[0]}'] -> ['{specs[1]}'], num_updates 1 -> 2, options, code or data of x"
+    assert (
+        f"changed at this resume: env ['{specs[0]}'] -> ['{specs[1]}'], num_updates 1 -> 2" in out
     )
-    assert f"changed at this resume: {changes}\n" in out
+    assert "2, options, code or data of x\n" in out
     assert "before and after are not compared" in out and "It learns" not in out
     assert metrics_of("runs/a")[2]["eval/x/p_value"] == 1.0
 
@@ -479,6 +492,9 @@ def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy, m
         for n, letter in enumerate("ABC")
     ]  # fmt: skip
     assert [r.messages[-1]["content"] for r in rollouts] == [f"<think>One{text}" for text in "abc"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    scored(spec_of("trl", "begun.jsonl"), ["a"])
+    assert not module["calls"][-1][2]["is_world_process_zero"]
 
 
 COUNTER = """

@@ -2,6 +2,7 @@
 
 import pytest
 
+from core import tasks as of_run
 from core.config import Config
 from core.tasks import demo_tasks, eval_tasks, harder, next_level, train_tasks, with_difficulty
 from core.types import Rollout
@@ -17,6 +18,8 @@ def test_environments_take_turns_also_across_updates():
     for tasks in (trained, shown):
         envs = [str(task.env) for task in tasks]
         assert [envs.count(env) for env in ENVS] == [len(envs) // 3] * 3
+    cfg = Config(env=tuple(map(EnvSpec.read, ENVS)), num_prompts=6, sft_steps=0)
+    assert of_run.begin(cfg).num_prompts == 2
 
 
 def test_seed_update_and_attempt_decide_the_tasks():

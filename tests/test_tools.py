@@ -32,14 +32,7 @@ from environments.base import Env, EnvFailure, Step
 from environments.parsing import user
 from environments.plumbing import registry
 from environments.plumbing.registry import register
-from environments.plumbing.tools import (
-    MAX_RESULT,
-    UNREADABLE,
-    Call,
-    ToolEnv,
-    call_text,
-    schemas,
-)
+from environments.plumbing.tools import MAX_RESULT, UNREADABLE, Call, ToolEnv, call_text, schemas
 
 SPECIAL = "<s> </s> <|im_start|> <|im_end|> <|turn> <turn|> <|tool_call> <tool_call|>".split()
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -336,15 +329,11 @@ def test_a_tool_that_cannot_be_called_is_refused(found, named):
 
 
 def test_async_tools_are_awaited_in_one_event_loop():
-    @lru_cache
-    def never() -> str:
-        """Is not called."""
-
     async def loop() -> int:
         """Names the event loop."""
         return id(asyncio.get_running_loop())
 
-    env = adder_with(loop, never)
+    env = adder_with(loop, lru_cache(tag))
     first, second = env.answer(call_text("loop") * 2).messages
     assert env.waits and first == second and int(first["content"])
 

@@ -66,7 +66,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     rewards: set[float] = field(default_factory=set)  # of all steps
     # return and info["correct"] of each demonstrated episode; empty: no demonstrations
-    demonstrations: list[tuple[float, bool]] = field(default_factory=list)
+    demonstrations: list[tuple[float, bool | None]] = field(default_factory=list)
     openings: set[str] = field(default_factory=set)  # of training and demonstrations
     held_out: set[str] = field(default_factory=set)  # of evaluation
     longest: int = 0  # turns of the longest episode
@@ -78,9 +78,10 @@ class Report:
         yield f"{self.spec}: rewards {low:g} to {high:g}, episodes of up to {self.longest} turns"
         yield f"openings: {len(self.openings)} for training, {len(self.held_out)} held out"
         if self.demonstrations:
-            total, right = map(sum, zip(*self.demonstrations, strict=True))
-            count = len(self.demonstrations)
-            yield f"demonstrations: mean return {total / count:g}, correct {right} of {count}"
+            returns, correct = zip(*self.demonstrations, strict=True)
+            judged = [value for value in correct if value is not None]
+            text = f"demonstrations: mean return {sum(returns) / len(returns):g}"
+            yield f"{text}, correct {sum(judged)} of {len(judged)}"
         yield from (f"warning: {text}" for text in self.warnings)
         yield from (f"problem: {text}" for text in self.problems)
         yield f"{len(self.problems) or 'no'} problem(s), {len(self.warnings)} warning(s)"
@@ -149,12 +150,12 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
     """Plays as the warm start does: one agent demonstrates, the others do so hastily."""
     seeds = [(TRAIN_SEEDS, DEMO_SEEDS, EVAL_SEEDS)[i % 3][i // 3] for i in range(num_seeds)]
     correct = [_demonstrate(report, env, seed) for seed in seeds]
-    num_unscored = sum(None in values for values in correct)
-    if num_unscored:
-        unscored = f'{num_unscored} of {num_seeds} episodes ended without a bool info["correct"]'
+    if num_unscored := sum("" in verdicts for verdicts in correct):
+        unscored = f'{num_unscored} of {num_seeds} episodes ended without info["correct"]'
         report.warnings.append(f"{unscored}: they count as wrong")
     count = len(report.demonstrations)
-    if any(map(any, correct)) or num_unscored == num_seeds or not count + report.num_guesses:
+    verdicts = {verdict for of_episode in correct for verdict in of_episode}
+    if True in verdicts or False not in verdicts or not count + report.num_guesses:
         return
     episodes = f"{count} demonstrations" if count else f"{num_seeds} episodes of guesses"
     if count and isinstance(env, SingleAgentEnv):
@@ -162,9 +163,9 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
     report.warnings.append(f"none of {episodes} succeeds")  # other agents may be better
 
 
-def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> list[bool | None]:
+def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> list[bool | str | None]:
     """Plays an episode of demonstrations, or else of guesses. Returns info["correct"] of the agent
-    that demonstrates, or else of all agents; None if an episode ended without it."""
+    that demonstrates, or else of all agents; "" if an episode ended without it."""
     demonstrator = env.agents[seed % len(env.agents)] if env.agents else ""
     demonstrations: list[str] = []
 
@@ -180,9 +181,9 @@ def _demonstrate(report: Report, env: MultiAgentEnv, seed: int) -> list[bool | N
     if demonstrations and demonstrator in last_steps:
         last = last_steps[demonstrator]
         rewards = [steps[demonstrator].reward for _, steps in turns if demonstrator in steps]
-        report.demonstrations.append((sum(rewards), bool(last.info.get("correct"))))
+        report.demonstrations.append((sum(rewards), last.info.get("correct", False)))
         last_steps = {demonstrator: last}
-    missing = None if len(turns) < MAX_TURNS else False
+    missing = "" if len(turns) < MAX_TURNS else False
     return [step.info.get("correct", missing) for step in last_steps.values()]
 
 
@@ -200,9 +201,7 @@ def _check_two_answers(report: Report, env: MultiAgentEnv, num_seeds: int) -> No
         _reset(env, seed)
         answers.append(env.demonstrate(PLAYER) or "")
     tasks = zip(seeds, answers, answers[1:], strict=False)
-    pairs = [
-        task for task in tasks if is_right(task[0], task[1]) and not is_right(task[0], task[2])
-    ]
+    pairs = [(i, a, b) for i, a, b in tasks if is_right(i, a) and not is_right(i, b)]
     fooled = [
         f"{a} {b}" for i, a, b in pairs if is_right(i, f"{a} {b}") and is_right(i, f"{b} {a}")
     ]
