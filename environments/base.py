@@ -91,7 +91,7 @@ class Step:
     environment's demonstration, if it has any.
 
     `done`, `fresh`, `truncated` and `info["correct"]` are True or False; 1 and 0 count as these, of
-    NumPy too; None is a `correct` that nobody knows. Another value fails the episode.
+    NumPy too. None: nobody knows `correct`, and no mean counts it. Another value fails the episode.
     """
 
     message: Message | None
