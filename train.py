@@ -88,12 +88,12 @@ def main(cfg: Config) -> int:
                     tokens = forward(run, batch, micro)  # [n]: log π, and all of the above
                     loss, metrics = algorithm.compute_loss(tokens, cfg.options)
                     loss = loss + regularizers(run, tokens)  # off: --kl-coef, --entropy-coef
-                    # loss.backward(), but not through the model where all A here are 0
+                    # loss.backward(), but not through the model if all A of a micro-batch are 0
                     optimizer.backward(loss, tokens.outputs)
                     stats.add(tokens, loss, metrics)
                 optimizer.sum_gradients()  # off: over the processes of torchrun
                 stats.end_minibatch(epoch)
-                if not run.scores_first:  # one step: π_old comes from its own pass
+                if not run.scores_first:  # one step: π_old is the π of its forward pass
                     batch.sum_over_ranks("old_logprobs")  # off: torchrun
                 if 0 < cfg.options.target_kl < stats.approx_kl:  # off: --ppo.target-kl
                     optimizer.zero_grad()

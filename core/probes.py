@@ -273,7 +273,7 @@ def last_answer(rollout: Rollout) -> str:
 
 def of_demonstrations(cfg: Config, collector: RolloutCollector) -> dict[str, Any]:
     """The fraction of right ones among environments' own demonstrations; a wrong one, as text."""
-    classes = {env: env.constructor for env in training_envs(cfg) if _repeats(env)}
+    classes: dict[EnvSpec, Any] = {e: e.constructor for e in training_envs(cfg) if _repeats(e)}
     classes = {e: c for e, c in classes.items() if isinstance(c, type) and issubclass(c, Env)}
     envs = [env for env, cls in classes.items() if cls.demonstrate != Env.demonstrate]
     tasks = demo_tasks(envs, cfg.seed, 0, NUM_DEMONSTRATIONS * bool(envs), hasty=0.0)

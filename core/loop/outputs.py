@@ -34,6 +34,9 @@ def open_outputs(
     changes = changed_settings(folder, settings) if cfg.resume and not quiet else []
     run_folder.write_config(log_dir, settings)
     if FOLDER not in algorithm.file.parents:  # a file of the user's
+        copy = log_dir / algorithm.file.name
+        if copy.exists() and copy.read_bytes() != algorithm.file.read_bytes():
+            changes.append(f"code of {copy.name}")
         with suppress(shutil.SameFileError):
             shutil.copy(algorithm.file, log_dir)
     changes += note_changes(cfg, progress)

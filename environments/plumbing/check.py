@@ -202,9 +202,8 @@ def _check_two_answers(report: Report, env: MultiAgentEnv, num_seeds: int) -> No
         answers.append(env.demonstrate(PLAYER) or "")
     tasks = zip(seeds, answers, answers[1:], strict=False)
     pairs = [(i, a, b) for i, a, b in tasks if is_right(i, a) and not is_right(i, b)]
-    fooled = [
-        f"{a} {b}" for i, a, b in pairs if is_right(i, f"{a} {b}") and is_right(i, f"{b} {a}")
-    ]
+    orders = [(i, f"{a} {b}", f"{b} {a}") for i, a, b in pairs]
+    fooled = [one for i, one, other in orders if is_right(i, one) and is_right(i, other)]
     if fooled:
         text = f"{len(fooled)} of {len(pairs)} right answers are right with a wrong one, too"
         report.warnings.append(f"{text}, before and after it, such as {fooled[0][:150]!a}")
@@ -214,7 +213,7 @@ def _check_odd_texts(report: Report, env: MultiAgentEnv) -> None:
     """Answers with each text three times, so that it also meets the last retry."""
     for seed, text in enumerate(ODD_TEXTS):
         try:
-            _play(report, env, seed, lambda agent, turn, text=text: text, max_turns=3)
+            _play(report, env, seed, lambda *_, t=text: t, max_turns=3)  # type: ignore[misc]
         except (Exception, SystemExit) as error:
             response = f"response {text[:30]!a} of {len(text)} characters"
             raise UsageError(f"{response}: {describe_error(error)}") from error
