@@ -39,8 +39,9 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
     for record in updates:
         assert record["update/steps"] == 1 and record["grad/norm"] > 0
         assert 0 <= record["mine/best"] <= 1 == record["mine/tokens"]  # a mean over tokens
+    Path("mine.py").write_text(f"{text}\n# edited")
     code, out, _ = command("--resume", "runs/a", "--mine.clip-high", "0.3")
-    assert code == 0 and "mine.clip_high 0.28 -> 0.3" in out
+    assert code == 0 and "mine.clip_high 0.28 -> 0.3, code of mine.py" in out
 
 
 @pytest.mark.parametrize(("text", "named"), [
