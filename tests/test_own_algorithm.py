@@ -40,7 +40,7 @@ def test_the_example_of_the_readme_trains_logs_reports_and_resumes(command):
         assert record["update/steps"] == 1 and record["grad/norm"] > 0
         assert 0 <= record["mine/best"] <= 1 == record["mine/tokens"]  # a mean over tokens
     Path("mine.py").write_text(f"{text}\n# edited")
-    code, out, _ = command("--resume", "runs/a", "--mine.clip-high", "0.3")
+    code, out, _ = command("--resume", "runs/a", "--algo", "mine.py", "--mine.clip-high", "0.3")
     assert code == 0 and "mine.clip_high 0.28 -> 0.3, code of mine.py" in out
 
 
