@@ -14,7 +14,7 @@ The answer No is a problem, or a warning where an environment may have a reason.
 
 >>> report = check_env("letter_counting", num_seeds=3, other_process=False)
 >>> report.problems, sorted(report.rewards), report.demonstrations[0]
-([], [0.0, 1.0], (1.0, True))
+([], [0.0, 0.1, 1.0], (1.0, True))
 """
 
 import hashlib
